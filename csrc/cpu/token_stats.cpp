@@ -1,0 +1,371 @@
+// Row statistics of logits, and their gradient. Built once per instruction set (see CMakeLists.txt).
+#include "../row_math.h"
+
+#include "dispatch.h"
+#include "parallel.h"
+#include "vec.h"
+
+namespace rlk {
+namespace RLK_ISA {
+namespace {
+
+constexpr int64_t kRowGrainBytes = 1 << 18;    // a thread takes at least this much of the logits at a time
+constexpr int64_t kStreamFromBytes = 1 << 25;  // a gradient larger than any cache is written past the caches
+
+// Columns [begin, begin + n) of a row, contiguous: in place where the row is, else gathered into `buffer`.
+template <class Elem>
+const Elem* contiguous_segment(const Elem* row, int64_t stride, int64_t begin, int64_t n, Elem* buffer) {
+  if (stride == 1) return row + begin;
+  for (int64_t i = 0; i < n; ++i) buffer[i] = row[(begin + i) * stride];
+  return buffer;
+}
+
+// u of every column of a segment under softcap. Without softcap u is the logit and nothing is stored.
+template <class V, class Elem>
+void softcap_segment(const Elem* x, int64_t n, typename V::Scalar inner_scale, typename V::Scalar* u) {
+  const V scale(inner_scale);
+  int64_t i = 0;
+  for (; i + V::kLanes <= n; i += V::kLanes) tanh_with_slope(scale * V::load(x + i)).value.store(u + i);
+  if (i < n) {
+    Elem tail[V::kLanes] = {};
+    std::memcpy(tail, x + i, (n - i) * sizeof(Elem));
+    typename V::Scalar out[V::kLanes];
+    tanh_with_slope(scale * V::load(tail)).value.store(out);
+    std::memcpy(u + i, out, (n - i) * sizeof(out[0]));
+  }
+}
+
+template <class V>
+typename V::Scalar horizontal_max(V x) {
+  typename V::Scalar lanes[V::kLanes], top = -std::numeric_limits<typename V::Scalar>::infinity();
+  x.store(lanes);
+  for (auto lane : lanes) top = lane > top || lane != lane ? lane : top;
+  return top;
+}
+
+template <class V>
+double horizontal_sum(V x) {
+  typename V::Scalar lanes[V::kLanes];
+  x.store(lanes);
+  double sum = 0;
+  for (auto lane : lanes) sum += lane;
+  return sum;
+}
+
+// Sums of one segment against its own maximum. kUnroll independent chains hide the latency of the additions.
+template <class V, bool kEntropy, bool kExtras>
+struct SegmentSums {
+  static constexpr int kUnroll = 4;
+  V s[kUnroll], t[kUnroll], q[kUnroll], w[kUnroll];
+
+  SegmentSums() {
+    for (int j = 0; j < kUnroll; ++j) s[j] = t[j] = q[j] = w[j] = V(0);
+  }
+
+  RLK_INLINE void add(int j, V u, V m, V k, V floor) {
+    const V d = max_keep_second_nan(floor, k * (u - m));
+    const V e = exp(d);
+    s[j] = s[j] + e;
+    if (kEntropy) t[j] = fma(e, d, t[j]);
+    if (kExtras) q[j] = fma(e, e, q[j]);
+  }
+
+  template <class Elem>
+  void add_segment(const Elem* u, int64_t n, V m, V k, V floor) {
+    int64_t i = 0;
+    for (; i + kUnroll * V::kLanes <= n; i += kUnroll * V::kLanes) {
+      for (int j = 0; j < kUnroll; ++j) {
+        const V x = V::load(u + i + j * V::kLanes);
+        add(j, x, m, k, floor);
+        if (kExtras) w[j] = w[j] + x;
+      }
+    }
+    for (; i + V::kLanes <= n; i += V::kLanes) {
+      const V x = V::load(u + i);
+      add(0, x, m, k, floor);
+      if (kExtras) w[0] = w[0] + x;
+    }
+    for (; i < n; ++i) add_one(widen(u[i]), m, k, floor);
+  }
+
+  // One column past the last full vector: the other lanes hold -inf, which adds e^floor = 0.
+  void add_one(typename V::Scalar x, V m, V k, V floor) {
+    typename V::Scalar lanes[V::kLanes];
+    for (auto& lane : lanes) lane = -std::numeric_limits<typename V::Scalar>::infinity();
+    lanes[0] = x;
+    add(0, V::load(lanes), m, k, floor);
+    if (kExtras) {
+      for (auto& lane : lanes) lane = 0;
+      lanes[0] = x;
+      w[0] = w[0] + V::load(lanes);
+    }
+  }
+
+  static double total(const V* parts) { return horizontal_sum((parts[0] + parts[1]) + (parts[2] + parts[3])); }
+};
+
+template <class V, class Elem>
+typename V::Scalar segment_max(const Elem* u, int64_t n) {
+  using T = typename V::Scalar;
+  // max(accumulator, x) keeps a NaN x only until the next comparison; the sums keep it for good, so a NaN
+  // logit still makes its row NaN.
+  V top[4];
+  for (V& part : top) part = V(-std::numeric_limits<T>::infinity());
+  int64_t i = 0;
+  for (; i + 4 * V::kLanes <= n; i += 4 * V::kLanes) {
+    for (int j = 0; j < 4; ++j) top[j] = max_keep_second_nan(V::load(u + i + j * V::kLanes), top[j]);
+  }
+  for (; i + V::kLanes <= n; i += V::kLanes) top[0] = max_keep_second_nan(V::load(u + i), top[0]);
+  T result = horizontal_max(
+      max_keep_second_nan(max_keep_second_nan(top[0], top[1]), max_keep_second_nan(top[2], top[3])));
+  for (; i < n; ++i) result = widen(u[i]) > result ? widen(u[i]) : result;
+  return result;
+}
+
+template <class V, bool kEntropy, bool kExtras, class Elem>
+RowState<double> segment_state(const Elem* u, int64_t n, typename V::Scalar k) {
+  using T = typename V::Scalar;
+  const T m = segment_max<V>(u, n);
+  const V safe_m(m == -std::numeric_limits<T>::infinity() ? T(0) : m);
+  SegmentSums<V, kEntropy, kExtras> sums;
+  sums.add_segment(u, n, safe_m, V(k), V(ExpFloor<T>::value));
+  RowState<double> state;
+  state.m = m;
+  state.s = sums.total(sums.s);
+  state.t = sums.total(sums.t);
+  state.q = sums.total(sums.q);
+  state.w = sums.total(sums.w);
+  return state;
+}
+
+template <class Elem>
+double max_of(const Elem* u, int64_t n) {
+  double top = -std::numeric_limits<double>::infinity();
+  for (int64_t i = 0; i < n; ++i) top = widen(u[i]) > top ? double(widen(u[i])) : top;
+  return top;
+}
+
+// The state of columns [begin, begin + n), given as u, of a row whose target is column y.
+template <class V, bool kEntropy, bool kExtras, class Elem>
+RowState<double> located_state(const Elem* u, int64_t begin, int64_t n, int64_t y, typename V::Scalar k) {
+  RowState<double> state = segment_state<V, kEntropy, kExtras>(u, n, k);
+  if (y >= begin && y < begin + n) state.target = widen(u[y - begin]);
+  if (kExtras && y >= begin) state.max_before_target = y < begin + n ? max_of(u, y - begin) : state.m;
+  return state;
+}
+
+template <class T>
+struct ScalingOfRow {
+  T temperature, logit_scale;
+  const T* softcap;
+
+  ScalingOfRow(const RowScaling& scaling, int64_t row)
+      : temperature(static_cast<const T*>(scaling.temperature)[row * scaling.temperature_stride]),
+        logit_scale(*static_cast<const T*>(scaling.logit_scale)),
+        softcap(static_cast<const T*>(scaling.softcap)) {}
+
+  template <class Wide>
+  RowTransform<Wide> transform() const {
+    const Wide cap = softcap ? Wide(*softcap) : Wide(0);
+    return RowTransform<Wide>(temperature, softcap ? &cap : nullptr, logit_scale);
+  }
+};
+
+template <class T>
+void write(void* out, int64_t row, double value) {
+  if (out) static_cast<T*>(out)[row] = static_cast<T>(value);
+}
+
+template <class Elem, bool kEntropy, bool kExtras>
+void forward_row(const TokenStatsForwardParams& p, int64_t row) {
+  using V = typename VectorOf<Elem>::type;
+  using T = typename V::Scalar;
+  const int64_t target = p.targets[row];
+  RowStats<double> stats = {};
+  RowState<double> state;
+  if (target == p.ignore_index) {
+    state.m = 0;
+  } else {
+    const RowTransform<double> transform = ScalingOfRow<T>(p.scaling, row).template transform<double>();
+    const T k = static_cast<T>(transform.k);
+    const Elem* logits = static_cast<const Elem*>(p.logits.data) + p.logits.row_offset(row);
+    alignas(64) Elem gathered[kSegment];
+    alignas(64) T capped[kSegment];
+    for (int64_t begin = 0; begin < p.logits.vocab; begin += kSegment) {
+      const int64_t n = p.logits.vocab - begin < kSegment ? p.logits.vocab - begin : kSegment;
+      const Elem* x = contiguous_segment(logits, p.logits.stride_vocab, begin, n, gathered);
+      RowState<double> segment;
+      if (transform.capped) {
+        softcap_segment<V>(x, n, static_cast<T>(transform.inner_scale), capped);
+        segment = located_state<V, kEntropy, kExtras>(capped, begin, n, target, k);
+      } else {
+        segment = located_state<V, kEntropy, kExtras>(x, begin, n, target, k);
+      }
+      state.target += segment.target;
+      if (kExtras && segment.max_before_target > state.max_before_target) {
+        state.max_before_target = segment.max_before_target;
+      }
+      state.merge(segment, transform.k);
+    }
+    stats = finish(state, transform.k, static_cast<double>(p.logits.vocab));
+  }
+  write<T>(p.logp, row, stats.logp);
+  write<T>(p.entropy, row, stats.entropy);
+  write<T>(p.lse, row, stats.lse);
+  write<T>(p.log_sum_sq_probs, row, stats.log_sum_sq_probs);
+  write<T>(p.mean_logits, row, stats.mean_logits);
+  if (p.is_top1) p.is_top1[row] = stats.is_top1;
+  write<T>(p.row_max, row, state.m);
+  write<T>(p.log_sum_exp, row, stats.log_s);
+}
+
+template <class V, bool kStream, class Elem>
+RLK_INLINE void put(V x, Elem* out) {
+  if (kStream) {
+    x.stream(out);
+  } else {
+    x.store(out);
+  }
+}
+
+// dx of one segment. Identity transform: u is the logit and the slope of u is 1.
+template <class V, bool kCapped, bool kStream, class Elem, class T>
+void segment_gradient(const Elem* x, int64_t n, T k, T inner_scale, T m, const RowGradient<T>& g, Elem* out) {
+  const V scale(k), inner(inner_scale), top(m), floor(ExpFloor<T>::value), a(g.a), b(g.b);
+  const auto gradient = [&](V logit) __attribute__((always_inline)) {
+    V u = logit, slope = V(1);
+    if (kCapped) {
+      const Tanh<V> tanh = tanh_with_slope(inner * logit);
+      u = tanh.value;
+      slope = tanh.slope;
+    }
+    const V d = max_keep_second_nan(floor, scale * (u - top));
+    const V dz = exp(d) * fma(b, d, a);
+    return kCapped ? dz * slope : dz;
+  };
+  int64_t i = 0;
+  for (; i + 4 * V::kLanes <= n; i += 4 * V::kLanes) {
+    for (int j = 0; j < 4; ++j) {
+      put<V, kStream>(gradient(V::load(x + i + j * V::kLanes)), out + i + j * V::kLanes);
+    }
+  }
+  for (; i + V::kLanes <= n; i += V::kLanes) put<V, kStream>(gradient(V::load(x + i)), out + i);
+  if (i < n) {
+    Elem tail[V::kLanes] = {}, result[V::kLanes];
+    std::memcpy(tail, x + i, (n - i) * sizeof(Elem));
+    gradient(V::load(tail)).store(result);
+    std::memcpy(out + i, result, (n - i) * sizeof(Elem));
+  }
+}
+
+template <class T>
+T upstream(const void* gradient, int64_t row) {
+  return gradient ? static_cast<const T*>(gradient)[row] : T(0);
+}
+
+template <class Elem, bool kStream>
+void backward_row(const TokenStatsBackwardParams& p, int64_t row) {
+  using V = typename VectorOf<Elem>::type;
+  using T = typename V::Scalar;
+  const int64_t vocab = p.logits.vocab;
+  Elem* out = static_cast<Elem*>(p.dlogits) + row * vocab;
+  const int64_t target = p.targets[row];
+  const T dlogp = upstream<T>(p.dlogp, row), dentropy = upstream<T>(p.dentropy, row),
+          dlse = upstream<T>(p.dlse, row);
+  if (target == p.ignore_index || (dlogp == 0 && dentropy == 0 && dlse == 0)) {
+    std::memset(out, 0, vocab * sizeof(Elem));
+    return;
+  }
+  const ScalingOfRow<T> scaling(p.scaling, row);
+  const RowTransform<double> wide = scaling.template transform<double>();
+  const T k = static_cast<T>(wide.k), inner_scale = static_cast<T>(wide.inner_scale);
+  const T m = static_cast<const T*>(p.row_max)[row];
+  const RowGradient<double> exact(dlogp, dentropy, dlse, upstream<T>(p.entropy, row),
+                                  static_cast<const T*>(p.log_sum_exp)[row], wide.slope);
+  RowGradient<T> gradient(0, 0, 0, 0, 0, 0);
+  gradient.a = static_cast<T>(exact.a);
+  gradient.b = static_cast<T>(exact.b);
+
+  const Elem* logits = static_cast<const Elem*>(p.logits.data) + p.logits.row_offset(row);
+  alignas(64) Elem gathered[kSegment];
+  for (int64_t begin = 0; begin < vocab; begin += kSegment) {
+    const int64_t n = vocab - begin < kSegment ? vocab - begin : kSegment;
+    const Elem* x = contiguous_segment(logits, p.logits.stride_vocab, begin, n, gathered);
+    if (wide.capped) {
+      segment_gradient<V, true, kStream>(x, n, k, inner_scale, m, gradient, out + begin);
+    } else {
+      segment_gradient<V, false, kStream>(x, n, k, inner_scale, m, gradient, out + begin);
+    }
+  }
+  if (kStream) stream_fence();
+
+  double u = widen(logits[target * p.logits.stride_vocab]), slope = 1;
+  if (wide.capped) {
+    const Tanh<double> tanh = tanh_with_slope(wide.inner_scale * u);
+    u = static_cast<T>(tanh.value);
+    slope = tanh.slope;
+  }
+  narrow(static_cast<T>(exact.target(wide.k * (u - m)) * slope), out + target);
+}
+
+int64_t rows_per_piece(const LogitsView& logits, size_t elem_bytes) {
+  const int64_t row_bytes = logits.vocab * static_cast<int64_t>(elem_bytes);
+  return row_bytes >= kRowGrainBytes ? 1 : kRowGrainBytes / (row_bytes + 1) + 1;
+}
+
+template <class Elem>
+void forward(const TokenStatsForwardParams& p) {
+  const bool extras = p.log_sum_sq_probs || p.mean_logits || p.is_top1;
+  const auto run = [&](auto row_function) {
+    for_each_row(p.logits.rows(), rows_per_piece(p.logits, sizeof(Elem)), p.threads,
+                 [&](int64_t row) { row_function(p, row); });
+  };
+  if (extras) {
+    run([](const auto& params, int64_t row) { forward_row<Elem, true, true>(params, row); });
+  } else if (p.entropy) {
+    run([](const auto& params, int64_t row) { forward_row<Elem, true, false>(params, row); });
+  } else {
+    run([](const auto& params, int64_t row) { forward_row<Elem, false, false>(params, row); });
+  }
+}
+
+template <class Elem>
+void backward(const TokenStatsBackwardParams& p) {
+  const int64_t row_bytes = p.logits.vocab * static_cast<int64_t>(sizeof(Elem));
+  const bool aligned = reinterpret_cast<uintptr_t>(p.dlogits) % 64 == 0 && row_bytes % 64 == 0;
+  const bool stream = aligned && p.logits.rows() * row_bytes >= kStreamFromBytes;
+  for_each_row(p.logits.rows(), rows_per_piece(p.logits, sizeof(Elem)), p.threads, [&](int64_t row) {
+    if (stream) {
+      backward_row<Elem, true>(p, row);
+    } else {
+      backward_row<Elem, false>(p, row);
+    }
+  });
+}
+
+template <class Function>
+void with_element_type(DType dtype, Function function) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return function(double{});
+    case DType::kFloat32:
+      return function(float{});
+    case DType::kBFloat16:
+      return function(BFloat16{});
+    case DType::kFloat16:
+      return function(Float16{});
+  }
+}
+
+}  // namespace
+
+void token_stats_forward(const TokenStatsForwardParams& params) {
+  with_element_type(params.logits.dtype, [&](auto elem) { forward<decltype(elem)>(params); });
+}
+
+void token_stats_backward(const TokenStatsBackwardParams& params) {
+  with_element_type(params.logits.dtype, [&](auto elem) { backward<decltype(elem)>(params); });
+}
+
+}  // namespace RLK_ISA
+}  // namespace rlk

@@ -1,0 +1,318 @@
+// Sixteen floats: one AVX-512 register, two AVX2 registers, or an array that the compiler vectorises as it can.
+// Everything lives in namespace RLK_ISA, so that the three builds of one source never share a symbol.
+// `Lane<double>` is the same interface one element wide; float64 is for checks, not for speed.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "../dtype.h"
+#include "../row_math.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace rlk {
+namespace RLK_ISA {
+
+#define RLK_INLINE inline __attribute__((always_inline))
+
+// e^x for x in [kExpFloor, 88]: x = n ln 2 + r, a minimax polynomial in r (|r| <= ln 2 / 2), relative error
+// below 1 ulp.
+constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kLn2Hi = 0.693359375f;
+constexpr float kLn2Lo = -2.12194440e-4f;
+constexpr float kExp2 = 5.0000001201e-1f, kExp3 = 1.6666665459e-1f, kExp4 = 4.1665795894e-2f,
+                kExp5 = 8.3334519073e-3f, kExp6 = 1.3981999507e-3f, kExp7 = 1.9875691500e-4f;
+
+#if defined(__AVX512F__)
+
+struct Vec {
+  __m512 v;
+  static constexpr int kLanes = 16;
+  using Scalar = float;
+
+  Vec() = default;
+  RLK_INLINE Vec(__m512 x) : v(x) {}
+  RLK_INLINE explicit Vec(float x) : v(_mm512_set1_ps(x)) {}
+
+  static RLK_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
+  static RLK_INLINE Vec load(const BFloat16* p) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  }
+  static RLK_INLINE Vec load(const Float16* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  RLK_INLINE __m256i bfloat16_bits() const {
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded =
+        _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc0)));
+  }
+  RLK_INLINE __m256i float16_bits() const { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+
+  RLK_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
+  RLK_INLINE void store(BFloat16* p) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bfloat16_bits());
+  }
+  RLK_INLINE void store(Float16* p) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), float16_bits());
+  }
+  RLK_INLINE void stream(float* p) const { _mm512_stream_ps(p, v); }
+  RLK_INLINE void stream(BFloat16* p) const {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), bfloat16_bits());
+  }
+  RLK_INLINE void stream(Float16* p) const {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), float16_bits());
+  }
+};
+
+RLK_INLINE Vec operator+(Vec a, Vec b) { return _mm512_add_ps(a.v, b.v); }
+RLK_INLINE Vec operator-(Vec a, Vec b) { return _mm512_sub_ps(a.v, b.v); }
+RLK_INLINE Vec operator*(Vec a, Vec b) { return _mm512_mul_ps(a.v, b.v); }
+RLK_INLINE Vec operator/(Vec a, Vec b) { return _mm512_div_ps(a.v, b.v); }
+RLK_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a.v, b.v, c.v); }
+// The second operand wins where one is NaN.
+RLK_INLINE Vec max_keep_second_nan(Vec a, Vec b) { return _mm512_max_ps(a.v, b.v); }
+RLK_INLINE Vec abs(Vec a) { return _mm512_abs_ps(a.v); }
+RLK_INLINE Vec copysign(Vec magnitude, Vec sign) {
+  const __m512i bit = _mm512_set1_epi32(INT32_MIN);
+  return _mm512_castsi512_ps(
+      _mm512_ternarylogic_epi32(bit, _mm512_castps_si512(sign.v), _mm512_castps_si512(magnitude.v), 0xca));
+}
+RLK_INLINE Vec round(Vec a) { return _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+RLK_INLINE Vec scale_by_power_of_two(Vec a, Vec n) { return _mm512_scalef_ps(a.v, n.v); }
+RLK_INLINE void stream_fence() { _mm_sfence(); }
+
+#elif defined(__AVX2__)
+
+struct Vec {
+  __m256 lo, hi;
+  static constexpr int kLanes = 16;
+  using Scalar = float;
+
+  Vec() = default;
+  RLK_INLINE Vec(__m256 l, __m256 h) : lo(l), hi(h) {}
+  RLK_INLINE explicit Vec(float x) : lo(_mm256_set1_ps(x)), hi(_mm256_set1_ps(x)) {}
+
+  static RLK_INLINE __m128i load_half(const void* p) {
+    return _mm_loadu_si128(static_cast<const __m128i*>(p));
+  }
+  static RLK_INLINE __m256 from_bfloat16(__m128i x) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+  }
+  static RLK_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  static RLK_INLINE Vec load(const BFloat16* p) {
+    return {from_bfloat16(load_half(p)), from_bfloat16(load_half(p + 8))};
+  }
+  static RLK_INLINE Vec load(const Float16* p) {
+    return {_mm256_cvtph_ps(load_half(p)), _mm256_cvtph_ps(load_half(p + 8))};
+  }
+  static RLK_INLINE __m256i rounded_bfloat16(__m256 v) {
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded =
+        _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
+  }
+  RLK_INLINE __m256i bfloat16_bits() const {
+    // packus works within 128-bit halves; the permutation restores the order
+    const __m256i packed = _mm256_packus_epi32(rounded_bfloat16(lo), rounded_bfloat16(hi));
+    return _mm256_permute4x64_epi64(packed, 0xd8);
+  }
+  RLK_INLINE __m256i float16_bits() const {
+    return _mm256_set_m128i(_mm256_cvtps_ph(hi, _MM_FROUND_TO_NEAREST_INT),
+                            _mm256_cvtps_ph(lo, _MM_FROUND_TO_NEAREST_INT));
+  }
+
+  RLK_INLINE void store(float* p) const {
+    _mm256_storeu_ps(p, lo);
+    _mm256_storeu_ps(p + 8, hi);
+  }
+  RLK_INLINE void store(BFloat16* p) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bfloat16_bits());
+  }
+  RLK_INLINE void store(Float16* p) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), float16_bits());
+  }
+  RLK_INLINE void stream(float* p) const {
+    _mm256_stream_ps(p, lo);
+    _mm256_stream_ps(p + 8, hi);
+  }
+  RLK_INLINE void stream(BFloat16* p) const {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), bfloat16_bits());
+  }
+  RLK_INLINE void stream(Float16* p) const {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), float16_bits());
+  }
+};
+
+RLK_INLINE Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+RLK_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+RLK_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+RLK_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+RLK_INLINE Vec fma(Vec a, Vec b, Vec c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+RLK_INLINE Vec max_keep_second_nan(Vec a, Vec b) {
+  return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};
+}
+RLK_INLINE Vec abs(Vec a) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+RLK_INLINE Vec copysign(Vec magnitude, Vec sign) {
+  const __m256 bit = _mm256_set1_ps(-0.0f);
+  return {_mm256_blendv_ps(magnitude.lo, sign.lo, bit), _mm256_blendv_ps(magnitude.hi, sign.hi, bit)};
+}
+RLK_INLINE Vec round(Vec a) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(a.lo, mode), _mm256_round_ps(a.hi, mode)};
+}
+RLK_INLINE __m256 power_of_two(__m256i n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+}
+RLK_INLINE __m256 scale_by_power_of_two(__m256 a, __m256 n) {
+  // in two factors: 2^-150 alone has no float
+  const __m256i whole = _mm256_cvtps_epi32(n);
+  const __m256i half = _mm256_srai_epi32(whole, 1);
+  return _mm256_mul_ps(_mm256_mul_ps(a, power_of_two(half)), power_of_two(_mm256_sub_epi32(whole, half)));
+}
+RLK_INLINE Vec scale_by_power_of_two(Vec a, Vec n) {
+  return {scale_by_power_of_two(a.lo, n.lo), scale_by_power_of_two(a.hi, n.hi)};
+}
+RLK_INLINE void stream_fence() { _mm_sfence(); }
+
+#else
+
+struct Vec {
+  static constexpr int kLanes = 16;
+  using Scalar = float;
+  float v[kLanes];
+
+  Vec() = default;
+  RLK_INLINE explicit Vec(float x) {
+    for (float& lane : v) lane = x;
+  }
+  template <class Elem>
+  static RLK_INLINE Vec load(const Elem* p) {
+    Vec out;
+    for (int i = 0; i < kLanes; ++i) out.v[i] = widen(p[i]);
+    return out;
+  }
+  template <class Elem>
+  RLK_INLINE void store(Elem* p) const {
+    for (int i = 0; i < kLanes; ++i) narrow(v[i], p + i);
+  }
+  template <class Elem>
+  RLK_INLINE void stream(Elem* p) const {
+    store(p);
+  }
+};
+
+template <class Op>
+RLK_INLINE Vec lanewise(Op op) {
+  Vec out;
+  for (int i = 0; i < Vec::kLanes; ++i) out.v[i] = op(i);
+  return out;
+}
+RLK_INLINE Vec operator+(Vec a, Vec b) {
+  return lanewise([&](int i) { return a.v[i] + b.v[i]; });
+}
+RLK_INLINE Vec operator-(Vec a, Vec b) {
+  return lanewise([&](int i) { return a.v[i] - b.v[i]; });
+}
+RLK_INLINE Vec operator*(Vec a, Vec b) {
+  return lanewise([&](int i) { return a.v[i] * b.v[i]; });
+}
+RLK_INLINE Vec operator/(Vec a, Vec b) {
+  return lanewise([&](int i) { return a.v[i] / b.v[i]; });
+}
+RLK_INLINE Vec fma(Vec a, Vec b, Vec c) {
+  return lanewise([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+}
+RLK_INLINE Vec max_keep_second_nan(Vec a, Vec b) {
+  return lanewise([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+RLK_INLINE Vec abs(Vec a) {
+  return lanewise([&](int i) { return std::fabs(a.v[i]); });
+}
+RLK_INLINE Vec copysign(Vec magnitude, Vec sign) {
+  return lanewise([&](int i) { return std::copysign(magnitude.v[i], sign.v[i]); });
+}
+RLK_INLINE Vec round(Vec a) {
+  // adding 1.5 * 2^23 leaves no fraction bits; |a| < 2^22 here
+  return lanewise([&](int i) { return (a.v[i] + 0x1.8p23f) - 0x1.8p23f; });
+}
+RLK_INLINE Vec scale_by_power_of_two(Vec a, Vec n) {
+  return lanewise([&](int i) {
+    const int32_t whole = n.v[i] == n.v[i] ? static_cast<int32_t>(n.v[i]) : 0;
+    const int32_t half = whole >> 1;
+    return a.v[i] * bits_to_float(static_cast<uint32_t>(half + 127) << 23) *
+           bits_to_float(static_cast<uint32_t>(whole - half + 127) << 23);
+  });
+}
+RLK_INLINE void stream_fence() {}
+
+#endif
+
+RLK_INLINE Vec exp(Vec x) {
+  const Vec n = round(x * Vec(kLog2E));
+  Vec r = fma(n, Vec(-kLn2Hi), x);
+  r = fma(n, Vec(-kLn2Lo), r);
+  Vec p = fma(Vec(kExp7), r, Vec(kExp6));
+  p = fma(p, r, Vec(kExp5));
+  p = fma(p, r, Vec(kExp4));
+  p = fma(p, r, Vec(kExp3));
+  p = fma(p, r, Vec(kExp2));
+  p = fma(p, r * r, r + Vec(1.0f));
+  return scale_by_power_of_two(p, n);
+}
+
+template <class T>
+struct Lane;
+template <>
+struct Lane<double> {
+  double v;
+  static constexpr int kLanes = 1;
+  using Scalar = double;
+
+  Lane() = default;
+  RLK_INLINE explicit Lane(double x) : v(x) {}
+  static RLK_INLINE Lane load(const double* p) { return Lane(*p); }
+  RLK_INLINE void store(double* p) const { *p = v; }
+  RLK_INLINE void stream(double* p) const { *p = v; }
+};
+RLK_INLINE Lane<double> operator+(Lane<double> a, Lane<double> b) { return Lane<double>(a.v + b.v); }
+RLK_INLINE Lane<double> operator-(Lane<double> a, Lane<double> b) { return Lane<double>(a.v - b.v); }
+RLK_INLINE Lane<double> operator*(Lane<double> a, Lane<double> b) { return Lane<double>(a.v * b.v); }
+RLK_INLINE Lane<double> operator/(Lane<double> a, Lane<double> b) { return Lane<double>(a.v / b.v); }
+RLK_INLINE Lane<double> fma(Lane<double> a, Lane<double> b, Lane<double> c) {
+  return Lane<double>(a.v * b.v + c.v);
+}
+RLK_INLINE Lane<double> max_keep_second_nan(Lane<double> a, Lane<double> b) { return a.v > b.v ? a : b; }
+RLK_INLINE Lane<double> abs(Lane<double> a) { return Lane<double>(std::fabs(a.v)); }
+RLK_INLINE Lane<double> copysign(Lane<double> a, Lane<double> b) {
+  return Lane<double>(std::copysign(a.v, b.v));
+}
+RLK_INLINE Lane<double> exp(Lane<double> a) { return Lane<double>(std::exp(a.v)); }
+
+// The vector type that reduces rows of Elem.
+template <class Elem>
+struct VectorOf {
+  using type = Vec;
+};
+template <>
+struct VectorOf<double> {
+  using type = Lane<double>;
+};
+
+}  // namespace RLK_ISA
+}  // namespace rlk

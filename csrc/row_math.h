@@ -1,0 +1,165 @@
+// The state of a row of logits, and the gradient of one logit. The only place where this is derived.
+//
+//   u = x                                  z = k u,  k = logit_scale / temperature            without softcap
+//   u = tanh(logit_scale x / softcap)      z = k u,  k = softcap / temperature                with softcap
+//
+//   m = max_v u_v      d_v = max(k (u_v - m), kExpFloor)
+//   s = sum_v e^d_v    t = sum_v e^d_v d_v    q = sum_v e^2d_v    w = sum_v u_v
+//
+//   logp = k (u_y - m) - log s        entropy = log s - t / s        lse = k m + log s
+//   log sum p^2 = log q - 2 log s     mean z  = k w / V
+//   y is top-1  <=>  u_y >= m and u_y > max_{v<y} u_v                 (the first maximum wins)
+//
+// The maximum is subtracted before scaling, so an offset common to a row costs nothing. m and log s are kept
+// apart: rebuilding p from a rounded k m + log s loses all of it once m is large.
+//
+// kExpFloor: e^kExpFloor is 0 in the compute type while kExpFloor is finite, so logits of -inf give
+// 0 * kExpFloor = 0 in t where 0 * -inf would be NaN. Comparisons are ordered so that NaN stays NaN.
+//
+// Gradient, with p = e^d / s and upstream dlogp, dentropy, dlse:
+//
+//   dz_v = dlogp (1{v=y} - p_v) - dentropy p_v (log p_v + entropy) + dlse p_v
+//        = p_v (a + b d_v) + dlogp 1{v=y},    a = dlse - dlogp - dentropy (entropy - log s),  b = -dentropy
+//   dx_v = dz_v k                                                    without softcap
+//   dx_v = dz_v (logit_scale / temperature) tanh'                    with softcap
+//
+// The target's dlogp (1 - p_y) is formed as -dlogp expm1(logp), without cancellation.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "host_device.h"
+
+namespace rlk {
+
+constexpr int64_t kSegment = 4096;  // columns reduced in one piece; segments are merged left to right
+
+template <class T>
+struct ExpFloor;
+template <>
+struct ExpFloor<float> {
+  static constexpr float value = -104.0f;
+};
+template <>
+struct ExpFloor<double> {
+  static constexpr double value = -746.0;
+};
+
+template <class T>
+HOST_DEVICE T floor_shift(T d, T floor) {
+  return d < floor ? floor : d;
+}
+
+// How one row's logits become z = k u. `slope` is dz/dx without softcap's tanh'.
+template <class T>
+struct RowTransform {
+  T k, slope, inner_scale;  // inner_scale = logit_scale / softcap
+  bool capped;
+
+  HOST_DEVICE RowTransform(T temperature, const T* softcap, T logit_scale)
+      : k(logit_scale / temperature), slope(k), inner_scale(0), capped(softcap != nullptr) {
+    if (capped) {
+      k = *softcap / temperature;
+      inner_scale = logit_scale / *softcap;
+    }
+  }
+};
+
+// tanh and its derivative from one exponential; 1 - tanh^2 would be 0 in fp32 from |x| = 10 on.
+// V is a scalar or a vector type with its own exp, abs and copysign.
+template <class V>
+struct Tanh {
+  V value, slope;
+};
+template <class V>
+HOST_DEVICE Tanh<V> tanh_with_slope(V x) {
+  using std::abs, std::copysign, std::exp;
+  const V one(1);
+  const V e = exp(V(-2) * abs(x));
+  const V r = one / (one + e);
+  return {copysign((one - e) * r, x), V(4) * e * r * r};
+}
+
+template <class T>
+struct RowState {
+  T m = -std::numeric_limits<T>::infinity();
+  T s = 0, t = 0, q = 0, w = 0;
+  T target = 0;  // u_y, set by the segment that holds y
+  T max_before_target = -std::numeric_limits<T>::infinity();
+
+  HOST_DEVICE T safe_max() const { return m == -std::numeric_limits<T>::infinity() ? T(0) : m; }
+
+  // Appends the columns right of this state's. Each side's sums are moved to the common maximum.
+  HOST_DEVICE void merge(const RowState& right, T k) {
+    const T top = right.m > m || right.m != right.m ? right.m : m;
+    RowState a = *this, b = right;
+    a.move_to(top, k);
+    b.move_to(top, k);
+    m = top;
+    s = a.s + b.s;
+    t = a.t + b.t;
+    q = a.q + b.q;
+    w = a.w + b.w;
+  }
+
+ private:
+  HOST_DEVICE void move_to(T top, T k) {
+    if (m == top) return;
+    const T shift = floor_shift(k * (m - top), ExpFloor<T>::value);
+    const T factor = std::exp(shift);
+    t = factor * (t + s * shift);
+    s = factor * s;
+    q = factor * factor * q;
+  }
+};
+
+template <class T>
+struct RowStats {
+  T logp, entropy, lse, log_sum_sq_probs, mean_logits, log_s;
+  bool is_top1;
+};
+
+template <class T>
+HOST_DEVICE RowStats<T> finish(const RowState<T>& state, T k, T vocab) {
+  RowStats<T> out;
+  out.log_s = std::log(state.s);
+  out.logp = k * (state.target - state.m) - out.log_s;
+  out.entropy = out.log_s - state.t / state.s;
+  out.lse = k * state.m + out.log_s;
+  out.log_sum_sq_probs = std::log(state.q) - 2 * out.log_s;
+  out.mean_logits = k * state.w / vocab;
+  out.is_top1 = state.target >= state.m && state.target > state.max_before_target;
+  if (state.m == -std::numeric_limits<T>::infinity()) {  // an all -inf row has no distribution
+    const T nan = std::numeric_limits<T>::quiet_NaN();
+    out.logp = out.entropy = out.lse = out.log_sum_sq_probs = out.log_s = nan;
+    out.is_top1 = false;
+  }
+  return out;
+}
+
+// dx_v = e^d_v (a + b d_v) times tanh' under softcap, and the target's column apart.
+template <class T>
+struct RowGradient {
+  T a, b, dlogp, target_rest_a, target_rest_b, log_s, slope;
+
+  HOST_DEVICE RowGradient(T dlogp_, T dentropy, T dlse, T entropy, T log_s_, T slope_)
+      : dlogp(dlogp_), log_s(log_s_), slope(slope_) {
+    const T inv_s = std::exp(-log_s);
+    // without this test a zero coefficient of a row with infinite entropy terms would be 0 * inf
+    const T centre = dentropy == 0 ? T(0) : dentropy * (entropy - log_s);
+    target_rest_a = dlse - centre;
+    target_rest_b = -dentropy;
+    a = (target_rest_a - dlogp) * inv_s * slope;
+    b = target_rest_b * inv_s * slope;
+  }
+
+  // The target column's dx without tanh'; d is k (u_y - m), not floored.
+  HOST_DEVICE T target(T d) const {
+    const T floored = floor_shift(d, ExpFloor<T>::value);
+    const T p = std::exp(floored - log_s);
+    return slope * (-dlogp * std::expm1(d - log_s) + p * (target_rest_a + target_rest_b * floored));
+  }
+};
+
+}  // namespace rlk

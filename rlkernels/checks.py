@@ -1,0 +1,112 @@
+"""What bad input is told: the argument's name, what was expected, what came."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+_check_device_values = False
+
+
+def set_checks(enabled: bool) -> bool:
+    """Check values that only the device knows (labels, temperatures, lengths) and raise on bad ones.
+
+    Off by default: reading them back makes the host wait for the GPU. Unchecked, a bad label or temperature
+    gives NaN in its own row and is never used as an address. CPU tensors are always checked.
+
+    Returns:
+        The previous setting.
+
+    Example:
+        >>> import rlkernels
+        >>> previous = rlkernels.set_checks(True)
+        >>> rlkernels.set_checks(previous)
+        True
+    """
+    global _check_device_values
+    previous, _check_device_values = _check_device_values, bool(enabled)
+    return previous
+
+
+def values_are_checked(device: torch.device) -> bool:
+    return (device.type == "cpu" or _check_device_values) and not torch.compiler.is_compiling()
+
+
+def describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)} on {value.device}".replace("torch.", "")
+    return f"{type(value).__name__} {value!r}"
+
+
+def require_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {describe(value)}")
+
+
+def require_dtype(name: str, value: Tensor, dtypes: Iterable[torch.dtype]) -> None:
+    dtypes = tuple(dtypes)
+    if value.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{name}: expected dtype {names}, got {describe(value)}")
+
+
+def require_shape(name: str, value: Tensor, *allowed: tuple[int, ...]) -> None:
+    if tuple(value.shape) not in [tuple(shape) for shape in allowed]:
+        shapes = " or ".join(str(list(shape)) for shape in dict.fromkeys(allowed))
+        raise ValueError(f"{name}: expected shape {shapes}, got {describe(value)}")
+
+
+def require_same_device(reference_name: str, reference: Tensor, **others: Tensor | None) -> None:
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != reference.device:
+            raise ValueError(
+                f"{name}: expected on {reference.device} like {reference_name}, got {describe(tensor)}"
+            )
+
+
+def require_number(name: str, value: Any, *, above: float = -math.inf, at_least: float = -math.inf) -> None:
+    """A finite number in the given range."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected a number, got {describe(value)}")
+    if not math.isfinite(value) or value <= above or value < at_least:
+        bounds = f" > {above:g}" if above > -math.inf else f" >= {at_least:g}" if at_least > -math.inf else ""
+        raise ValueError(f"{name}: expected a finite number{bounds}, got {value!r}")
+
+
+def require_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+    choices = tuple(choices)
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_row_values(
+    targets: Tensor,
+    vocab: int,
+    ignore_index: int,
+    temperature: Tensor,
+    softcap: Tensor | None,
+    logit_scale: Tensor,
+) -> None:
+    """The values of a statistics call, where the host may look at them; the C++ backend has its own check."""
+    if not values_are_checked(targets.device):
+        return
+    used = targets != ignore_index
+    bad = used & ((targets < 0) | (targets >= vocab))
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise ValueError(
+            f"targets: expected labels in [0, {vocab}) or ignore_index {ignore_index}, "
+            f"got {int(targets[row])} at row {row}"
+        )
+    per_row = temperature[used] if temperature.numel() > 1 else temperature
+    for name, values in (("temperature", per_row), ("softcap", softcap), ("logit_scale", logit_scale)):
+        if values is not None and values.numel() and not bool(((values > 0) & values.isfinite()).all()):
+            raise ValueError(f"{name}: expected finite numbers > 0, got {values.tolist()}")

@@ -1,0 +1,1 @@
+"""The `torch.library` operations. Nothing outside this folder registers one."""

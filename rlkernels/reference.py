@@ -1,0 +1,45 @@
+"""Plain PyTorch twins of every operation: the same signatures, no tricks, PyTorch's own autograd.
+
+They define what the kernels must compute, in whatever dtype they are given (float64 is the ground truth of the
+tests), and serve as the `reference` backend.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkernels.ops.rows import Rows, RowStats, compute_dtype
+
+
+def row_stats(rows: Rows) -> RowStats:
+    """Every statistic of every row, with the row state's definition written out; see `token_stats`."""
+    x = rows.logits.reshape(-1, rows.logits.shape[-1]).to(compute_dtype(rows.logits.dtype))
+    used = rows.targets != rows.ignore_index  # [rows]
+    # an ignored row is replaced before any arithmetic: whatever it holds cannot reach a gradient
+    x = torch.where(used[:, None], x, 0.0)
+    temperature = torch.where(used, rows.temperature, 1.0)
+    targets = torch.where(used, rows.targets, 0)[:, None]
+    z = rows.logit_scale * x
+    if rows.softcap is not None:
+        z = rows.softcap * torch.tanh(z / rows.softcap)
+    z = z / temperature[:, None]
+
+    log_probs = torch.log_softmax(z, dim=-1)
+    # p log p is 0 where p is 0; the product itself would be 0 * -inf
+    finite_log_probs = log_probs.masked_fill(z == -torch.inf, 0.0)
+    row_max = z.amax(dim=-1)
+
+    def zero_if_ignored(value: Tensor) -> Tensor:
+        return torch.where(used, value, torch.zeros_like(value))
+
+    return RowStats(
+        logp=zero_if_ignored(log_probs.gather(-1, targets).squeeze(-1)),
+        entropy=zero_if_ignored(-(log_probs.exp() * finite_log_probs).sum(-1)),
+        lse=zero_if_ignored(torch.logsumexp(z, dim=-1)),
+        log_sum_sq_probs=zero_if_ignored(torch.logsumexp(2 * log_probs, dim=-1)).detach(),
+        mean_logits=zero_if_ignored(z.mean(dim=-1)).detach(),
+        is_top1=used & (z.argmax(dim=-1) == targets.squeeze(-1)),
+        row_max=zero_if_ignored(row_max).detach(),
+        log_sum_exp=zero_if_ignored(torch.logsumexp(z - row_max[:, None], dim=-1)).detach(),
+    )
