@@ -3,7 +3,7 @@
 //   u = x                                  z = k u,  k = logit_scale / temperature            without softcap
 //   u = tanh(logit_scale x / softcap)      z = k u,  k = softcap / temperature                with softcap
 //
-//   m = max_v u_v      d_v = max(k (u_v - m), kExpFloor)
+//   m = max_v u_v      d_v = k (u_v - m)
 //   s = sum_v e^d_v    t = sum_v e^d_v d_v    q = sum_v e^2d_v    w = sum_v u_v
 //
 //   logp = k (u_y - m) - log s        entropy = log s - t / s        lse = k m + log s
@@ -13,8 +13,10 @@
 // The maximum is subtracted before scaling, so an offset common to a row costs nothing. m and log s are kept
 // apart: rebuilding p from a rounded k m + log s loses all of it once m is large.
 //
-// kExpFloor: e^kExpFloor is 0 in the compute type while kExpFloor is finite, so logits of -inf give
-// 0 * kExpFloor = 0 in t where 0 * -inf would be NaN. Comparisons are ordered so that NaN stays NaN.
+// Floor: d is not let below a value whose exponential is 0 in the compute type, so that a logit of -inf gives
+// 0 * floor = 0 in t where 0 * -inf would be NaN. Comparisons are ordered so that NaN stays NaN.
+//
+// Rows are swept in powers of two: k is rounded once, as k log2(e), and e^d = 2^(k log2(e) (u - m)).
 //
 // Gradient, with p = e^d / s and upstream dlogp, dentropy, dlse:
 //
@@ -35,34 +37,39 @@ namespace rlk {
 
 constexpr int64_t kSegment = 4096;  // columns reduced in one piece; segments are merged left to right
 
+constexpr double kLn2 = 0.69314718055994530942;
+
+// In powers of two: 2^-151 and 2^-1076 round to 0 even when multiplied by the largest mantissa.
 template <class T>
-struct ExpFloor;
+struct Exp2Floor;
 template <>
-struct ExpFloor<float> {
-  static constexpr float value = -104.0f;
+struct Exp2Floor<float> {
+  static constexpr float value = -151.0f;
 };
 template <>
-struct ExpFloor<double> {
-  static constexpr double value = -746.0;
+struct Exp2Floor<double> {
+  static constexpr double value = -1076.0;
 };
 
 template <class T>
-HOST_DEVICE T floor_shift(T d, T floor) {
+HOST_DEVICE T floor_shift(T d) {
+  const T floor = static_cast<T>(Exp2Floor<T>::value * kLn2);
   return d < floor ? floor : d;
 }
 
 // How one row's logits become z = k u. `slope` is dz/dx without softcap's tanh'.
+// The sweep uses k_log2e, rounded to T; k is what that rounding stands for, so that statistics and target agree.
 template <class T>
 struct RowTransform {
-  T k, slope, inner_scale;  // inner_scale = logit_scale / softcap
+  T k_log2e, inner_scale;  // inner_scale = logit_scale / softcap
+  double k, slope;
   bool capped;
 
-  HOST_DEVICE RowTransform(T temperature, const T* softcap, T logit_scale)
-      : k(logit_scale / temperature), slope(k), inner_scale(0), capped(softcap != nullptr) {
-    if (capped) {
-      k = *softcap / temperature;
-      inner_scale = logit_scale / *softcap;
-    }
+  HOST_DEVICE RowTransform(double temperature, const T* softcap, double logit_scale)
+      : inner_scale(0), slope(logit_scale / temperature), capped(softcap != nullptr) {
+    if (capped) inner_scale = static_cast<T>(logit_scale / *softcap);
+    k_log2e = static_cast<T>((capped ? *softcap / temperature : slope) / kLn2);
+    k = k_log2e * kLn2;
   }
 };
 
@@ -74,9 +81,9 @@ struct Tanh {
 };
 template <class V>
 HOST_DEVICE Tanh<V> tanh_with_slope(V x) {
-  using std::abs, std::copysign, std::exp;
+  using std::abs, std::copysign, std::exp2;
   const V one(1);
-  const V e = exp(V(-2) * abs(x));
+  const V e = exp2(V(-2 / kLn2) * abs(x));
   const V r = one / (one + e);
   return {copysign((one - e) * r, x), V(4) * e * r * r};
 }
@@ -87,8 +94,6 @@ struct RowState {
   T s = 0, t = 0, q = 0, w = 0;
   T target = 0;  // u_y, set by the segment that holds y
   T max_before_target = -std::numeric_limits<T>::infinity();
-
-  HOST_DEVICE T safe_max() const { return m == -std::numeric_limits<T>::infinity() ? T(0) : m; }
 
   // Appends the columns right of this state's. Each side's sums are moved to the common maximum.
   HOST_DEVICE void merge(const RowState& right, T k) {
@@ -106,7 +111,7 @@ struct RowState {
  private:
   HOST_DEVICE void move_to(T top, T k) {
     if (m == top) return;
-    const T shift = floor_shift(k * (m - top), ExpFloor<T>::value);
+    const T shift = floor_shift(k * (m - top));
     const T factor = std::exp(shift);
     t = factor * (t + s * shift);
     s = factor * s;
@@ -138,10 +143,11 @@ HOST_DEVICE RowStats<T> finish(const RowState<T>& state, T k, T vocab) {
   return out;
 }
 
-// dx_v = e^d_v (a + b d_v) times tanh' under softcap, and the target's column apart.
+// dx_v = 2^w_v (a + b w_v) times tanh' under softcap, w_v = d_v log2(e); the target's column apart.
 template <class T>
 struct RowGradient {
-  T a, b, dlogp, target_rest_a, target_rest_b, log_s, slope;
+  T a, b;
+
 
   HOST_DEVICE RowGradient(T dlogp_, T dentropy, T dlse, T entropy, T log_s_, T slope_)
       : dlogp(dlogp_), log_s(log_s_), slope(slope_) {
@@ -151,15 +157,18 @@ struct RowGradient {
     target_rest_a = dlse - centre;
     target_rest_b = -dentropy;
     a = (target_rest_a - dlogp) * inv_s * slope;
-    b = target_rest_b * inv_s * slope;
+    b = target_rest_b * inv_s * slope * static_cast<T>(kLn2);
   }
 
   // The target column's dx without tanh'; d is k (u_y - m), not floored.
   HOST_DEVICE T target(T d) const {
-    const T floored = floor_shift(d, ExpFloor<T>::value);
+    const T floored = floor_shift(d);
     const T p = std::exp(floored - log_s);
     return slope * (-dlogp * std::expm1(d - log_s) + p * (target_rest_a + target_rest_b * floored));
   }
+
+ private:
+  T dlogp, target_rest_a, target_rest_b, log_s, slope;
 };
 
 }  // namespace rlk

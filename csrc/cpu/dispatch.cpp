@@ -26,6 +26,7 @@ const std::vector<Bodies>& bodies() {
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      if (__builtin_cpu_supports("avx512bf16")) found.push_back(RLK_BODIES(avx512bf16));
       found.push_back(RLK_BODIES(avx512));
     }
     if (has_avx2) found.push_back(RLK_BODIES(avx2));

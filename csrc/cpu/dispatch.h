@@ -24,6 +24,7 @@ void prefix_counts(const PrefixCountsParams& params);
 RLK_DECLARE_ISA(generic)
 RLK_DECLARE_ISA(avx2)
 RLK_DECLARE_ISA(avx512)
+RLK_DECLARE_ISA(avx512bf16)
 #undef RLK_DECLARE_ISA
 
 }  // namespace rlk

@@ -1,5 +1,4 @@
-// Splits rows over threads. Plain threads per call: nothing to keep alive across fork, no second OpenMP runtime
-// beside torch's, and starting one costs microseconds where a vocabulary sweep costs milliseconds.
+// Splits rows over threads: those of the OpenMP runtime that torch has loaded, else plain threads for this call.
 #pragma once
 
 #include <cstdint>

@@ -9,6 +9,7 @@ namespace rlk {
 namespace RLK_ISA {
 namespace {
 
+constexpr size_t kCacheLine = 64;
 constexpr int64_t kRowGrainBytes = 1 << 18;    // a thread takes at least this much of the logits at a time
 constexpr int64_t kStreamFromBytes = 1 << 25;  // a gradient larger than any cache is written past the caches
 
@@ -35,21 +36,15 @@ void softcap_segment(const Elem* x, int64_t n, typename V::Scalar inner_scale, t
   }
 }
 
-template <class V>
-typename V::Scalar horizontal_max(V x) {
-  typename V::Scalar lanes[V::kLanes], top = -std::numeric_limits<typename V::Scalar>::infinity();
-  x.store(lanes);
-  for (auto lane : lanes) top = lane > top || lane != lane ? lane : top;
-  return top;
-}
-
-template <class V>
-double horizontal_sum(V x) {
+// Folds the lanes in halves: few dependent steps, and the same order on every instruction set.
+template <class V, class Fold>
+typename V::Scalar horizontal(V x, Fold fold) {
   typename V::Scalar lanes[V::kLanes];
   x.store(lanes);
-  double sum = 0;
-  for (auto lane : lanes) sum += lane;
-  return sum;
+  for (int half = V::kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] = fold(lanes[i], lanes[i + half]);
+  }
+  return lanes[0];
 }
 
 // Sums of one segment against its own maximum. kUnroll independent chains hide the latency of the additions.
@@ -64,7 +59,7 @@ struct SegmentSums {
 
   RLK_INLINE void add(int j, V u, V m, V k, V floor) {
     const V d = max_keep_second_nan(floor, k * (u - m));
-    const V e = exp(d);
+    const V e = exp2(d);
     s[j] = s[j] + e;
     if (kEntropy) t[j] = fma(e, d, t[j]);
     if (kExtras) q[j] = fma(e, e, q[j]);
@@ -74,10 +69,15 @@ struct SegmentSums {
   void add_segment(const Elem* u, int64_t n, V m, V k, V floor) {
     int64_t i = 0;
     for (; i + kUnroll * V::kLanes <= n; i += kUnroll * V::kLanes) {
+      V x[kUnroll];
+      for (int j = 0; j < kUnroll; j += 2) load_pair(u + i + j * V::kLanes, x + j);
+      // the sums are slow enough for memory to fetch the next segment meanwhile
+      for (size_t line = 0; line < kUnroll * V::kLanes * sizeof(Elem); line += kCacheLine) {
+        __builtin_prefetch(reinterpret_cast<const char*>(u + i + kSegment) + line);
+      }
       for (int j = 0; j < kUnroll; ++j) {
-        const V x = V::load(u + i + j * V::kLanes);
-        add(j, x, m, k, floor);
-        if (kExtras) w[j] = w[j] + x;
+        add(j, x[j], m, k, floor);
+        if (kExtras) w[j] = w[j] + x[j];
       }
     }
     for (; i + V::kLanes <= n; i += V::kLanes) {
@@ -88,7 +88,7 @@ struct SegmentSums {
     for (; i < n; ++i) add_one(widen(u[i]), m, k, floor);
   }
 
-  // One column past the last full vector: the other lanes hold -inf, which adds e^floor = 0.
+  // One column past the last full vector: the other lanes hold -inf, which adds 2^floor = 0.
   void add_one(typename V::Scalar x, V m, V k, V floor) {
     typename V::Scalar lanes[V::kLanes];
     for (auto& lane : lanes) lane = -std::numeric_limits<typename V::Scalar>::infinity();
@@ -101,38 +101,64 @@ struct SegmentSums {
     }
   }
 
-  static double total(const V* parts) { return horizontal_sum((parts[0] + parts[1]) + (parts[2] + parts[3])); }
+  static double total(const V* parts) {
+    return horizontal((parts[0] + parts[1]) + (parts[2] + parts[3]), [](auto a, auto b) { return a + b; });
+  }
 };
 
+// A NaN logit may or may not become the maximum; it makes the sums NaN either way.
 template <class V, class Elem>
 typename V::Scalar segment_max(const Elem* u, int64_t n) {
   using T = typename V::Scalar;
-  // max(accumulator, x) keeps a NaN x only until the next comparison; the sums keep it for good, so a NaN
-  // logit still makes its row NaN.
-  V top[4];
+  constexpr int kUnroll = 4;
+  V top[kUnroll];
   for (V& part : top) part = V(-std::numeric_limits<T>::infinity());
   int64_t i = 0;
-  for (; i + 4 * V::kLanes <= n; i += 4 * V::kLanes) {
-    for (int j = 0; j < 4; ++j) top[j] = max_keep_second_nan(V::load(u + i + j * V::kLanes), top[j]);
+  for (; i + kUnroll * V::kLanes <= n; i += kUnroll * V::kLanes) {
+    for (int j = 0; j < kUnroll; ++j) top[j] = max_keep_second_nan(V::load(u + i + j * V::kLanes), top[j]);
   }
   for (; i + V::kLanes <= n; i += V::kLanes) top[0] = max_keep_second_nan(V::load(u + i), top[0]);
-  T result = horizontal_max(
-      max_keep_second_nan(max_keep_second_nan(top[0], top[1]), max_keep_second_nan(top[2], top[3])));
-  for (; i < n; ++i) result = widen(u[i]) > result ? widen(u[i]) : result;
+  T result = horizontal(
+      max_keep_second_nan(max_keep_second_nan(top[0], top[1]), max_keep_second_nan(top[2], top[3])),
+      [](auto a, auto b) { return a > b ? a : b; });
+  for (; i < n; ++i) result = u[i] > result ? u[i] : result;
   return result;
 }
 
+// 16-bit floats compare as integers: as signed ones where any is positive, as unsigned ones, downwards, where
+// all are negative. Twice the lanes and no conversion.
+template <class Half>
+float segment_max_of_bits(const Half* u, int64_t n) {
+  int16_t top_signed = INT16_MIN;
+  uint16_t bottom_unsigned = UINT16_MAX;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint16_t bits = u[i].bits;
+    const int16_t as_signed = static_cast<int16_t>(bits);
+    top_signed = as_signed > top_signed ? as_signed : top_signed;
+    bottom_unsigned = bits < bottom_unsigned ? bits : bottom_unsigned;
+  }
+  return widen(Half{top_signed >= 0 ? static_cast<uint16_t>(top_signed) : bottom_unsigned});
+}
+template <class V>
+float segment_max(const BFloat16* u, int64_t n) {
+  return segment_max_of_bits(u, n);
+}
+template <class V>
+float segment_max(const Float16* u, int64_t n) {
+  return segment_max_of_bits(u, n);
+}
+
 template <class V, bool kEntropy, bool kExtras, class Elem>
-RowState<double> segment_state(const Elem* u, int64_t n, typename V::Scalar k) {
+RowState<double> segment_state(const Elem* u, int64_t n, typename V::Scalar k_log2e) {
   using T = typename V::Scalar;
   const T m = segment_max<V>(u, n);
   const V safe_m(m == -std::numeric_limits<T>::infinity() ? T(0) : m);
   SegmentSums<V, kEntropy, kExtras> sums;
-  sums.add_segment(u, n, safe_m, V(k), V(ExpFloor<T>::value));
+  sums.add_segment(u, n, safe_m, V(k_log2e), V(Exp2Floor<T>::value));
   RowState<double> state;
   state.m = m;
   state.s = sums.total(sums.s);
-  state.t = sums.total(sums.t);
+  state.t = kLn2 * sums.total(sums.t);
   state.q = sums.total(sums.q);
   state.w = sums.total(sums.w);
   return state;
@@ -147,29 +173,19 @@ double max_of(const Elem* u, int64_t n) {
 
 // The state of columns [begin, begin + n), given as u, of a row whose target is column y.
 template <class V, bool kEntropy, bool kExtras, class Elem>
-RowState<double> located_state(const Elem* u, int64_t begin, int64_t n, int64_t y, typename V::Scalar k) {
-  RowState<double> state = segment_state<V, kEntropy, kExtras>(u, n, k);
+RowState<double> located_state(const Elem* u, int64_t begin, int64_t n, int64_t y,
+                               typename V::Scalar k_log2e) {
+  RowState<double> state = segment_state<V, kEntropy, kExtras>(u, n, k_log2e);
   if (y >= begin && y < begin + n) state.target = widen(u[y - begin]);
   if (kExtras && y >= begin) state.max_before_target = y < begin + n ? max_of(u, y - begin) : state.m;
   return state;
 }
 
 template <class T>
-struct ScalingOfRow {
-  T temperature, logit_scale;
-  const T* softcap;
-
-  ScalingOfRow(const RowScaling& scaling, int64_t row)
-      : temperature(static_cast<const T*>(scaling.temperature)[row * scaling.temperature_stride]),
-        logit_scale(*static_cast<const T*>(scaling.logit_scale)),
-        softcap(static_cast<const T*>(scaling.softcap)) {}
-
-  template <class Wide>
-  RowTransform<Wide> transform() const {
-    const Wide cap = softcap ? Wide(*softcap) : Wide(0);
-    return RowTransform<Wide>(temperature, softcap ? &cap : nullptr, logit_scale);
-  }
-};
+RowTransform<T> transform_of_row(const RowScaling& scaling, int64_t row) {
+  return RowTransform<T>(static_cast<const T*>(scaling.temperature)[row * scaling.temperature_stride],
+                         static_cast<const T*>(scaling.softcap), *static_cast<const T*>(scaling.logit_scale));
+}
 
 template <class T>
 void write(void* out, int64_t row, double value) {
@@ -186,8 +202,7 @@ void forward_row(const TokenStatsForwardParams& p, int64_t row) {
   if (target == p.ignore_index) {
     state.m = 0;
   } else {
-    const RowTransform<double> transform = ScalingOfRow<T>(p.scaling, row).template transform<double>();
-    const T k = static_cast<T>(transform.k);
+    const RowTransform<T> transform = transform_of_row<T>(p.scaling, row);
     const Elem* logits = static_cast<const Elem*>(p.logits.data) + p.logits.row_offset(row);
     alignas(64) Elem gathered[kSegment];
     alignas(64) T capped[kSegment];
@@ -196,10 +211,10 @@ void forward_row(const TokenStatsForwardParams& p, int64_t row) {
       const Elem* x = contiguous_segment(logits, p.logits.stride_vocab, begin, n, gathered);
       RowState<double> segment;
       if (transform.capped) {
-        softcap_segment<V>(x, n, static_cast<T>(transform.inner_scale), capped);
-        segment = located_state<V, kEntropy, kExtras>(capped, begin, n, target, k);
+        softcap_segment<V>(x, n, transform.inner_scale, capped);
+        segment = located_state<V, kEntropy, kExtras>(capped, begin, n, target, transform.k_log2e);
       } else {
-        segment = located_state<V, kEntropy, kExtras>(x, begin, n, target, k);
+        segment = located_state<V, kEntropy, kExtras>(x, begin, n, target, transform.k_log2e);
       }
       state.target += segment.target;
       if (kExtras && segment.max_before_target > state.max_before_target) {
@@ -228,26 +243,27 @@ RLK_INLINE void put(V x, Elem* out) {
   }
 }
 
-// dx of one segment. Identity transform: u is the logit and the slope of u is 1.
+// dx of one segment, without the target's own column.
 template <class V, bool kCapped, bool kStream, class Elem, class T>
-void segment_gradient(const Elem* x, int64_t n, T k, T inner_scale, T m, const RowGradient<T>& g, Elem* out) {
-  const V scale(k), inner(inner_scale), top(m), floor(ExpFloor<T>::value), a(g.a), b(g.b);
-  const auto gradient = [&](V logit) __attribute__((always_inline)) {
-    V u = logit, slope = V(1);
+void segment_gradient(const Elem* x, int64_t n, const RowTransform<T>& transform, T m, T a, T b, Elem* out) {
+  const V k(transform.k_log2e), inner(transform.inner_scale), top(m), floor(Exp2Floor<T>::value), va(a), vb(b);
+  const auto gradient = [&](V u) __attribute__((always_inline)) {
+    V slope(1);
     if (kCapped) {
-      const Tanh<V> tanh = tanh_with_slope(inner * logit);
+      const Tanh<V> tanh = tanh_with_slope(inner * u);
       u = tanh.value;
       slope = tanh.slope;
     }
-    const V d = max_keep_second_nan(floor, scale * (u - top));
-    const V dz = exp(d) * fma(b, d, a);
+    const V d = max_keep_second_nan(floor, k * (u - top));
+    const V dz = exp2(d) * fma(vb, d, va);
     return kCapped ? dz * slope : dz;
   };
+  constexpr int kUnroll = 4;
   int64_t i = 0;
-  for (; i + 4 * V::kLanes <= n; i += 4 * V::kLanes) {
-    for (int j = 0; j < 4; ++j) {
-      put<V, kStream>(gradient(V::load(x + i + j * V::kLanes)), out + i + j * V::kLanes);
-    }
+  for (; i + kUnroll * V::kLanes <= n; i += kUnroll * V::kLanes) {
+    V logit[kUnroll];
+    for (int j = 0; j < kUnroll; j += 2) load_pair(x + i + j * V::kLanes, logit + j);
+    for (int j = 0; j < kUnroll; ++j) put<V, kStream>(gradient(logit[j]), out + i + j * V::kLanes);
   }
   for (; i + V::kLanes <= n; i += V::kLanes) put<V, kStream>(gradient(V::load(x + i)), out + i);
   if (i < n) {
@@ -276,36 +292,32 @@ void backward_row(const TokenStatsBackwardParams& p, int64_t row) {
     std::memset(out, 0, vocab * sizeof(Elem));
     return;
   }
-  const ScalingOfRow<T> scaling(p.scaling, row);
-  const RowTransform<double> wide = scaling.template transform<double>();
-  const T k = static_cast<T>(wide.k), inner_scale = static_cast<T>(wide.inner_scale);
+  const RowTransform<T> transform = transform_of_row<T>(p.scaling, row);
   const T m = static_cast<const T*>(p.row_max)[row];
-  const RowGradient<double> exact(dlogp, dentropy, dlse, upstream<T>(p.entropy, row),
-                                  static_cast<const T*>(p.log_sum_exp)[row], wide.slope);
-  RowGradient<T> gradient(0, 0, 0, 0, 0, 0);
-  gradient.a = static_cast<T>(exact.a);
-  gradient.b = static_cast<T>(exact.b);
+  const RowGradient<double> gradient(dlogp, dentropy, dlse, upstream<T>(p.entropy, row),
+                                     static_cast<const T*>(p.log_sum_exp)[row], transform.slope);
+  const T a = static_cast<T>(gradient.a), b = static_cast<T>(gradient.b);
 
   const Elem* logits = static_cast<const Elem*>(p.logits.data) + p.logits.row_offset(row);
   alignas(64) Elem gathered[kSegment];
   for (int64_t begin = 0; begin < vocab; begin += kSegment) {
     const int64_t n = vocab - begin < kSegment ? vocab - begin : kSegment;
     const Elem* x = contiguous_segment(logits, p.logits.stride_vocab, begin, n, gathered);
-    if (wide.capped) {
-      segment_gradient<V, true, kStream>(x, n, k, inner_scale, m, gradient, out + begin);
+    if (transform.capped) {
+      segment_gradient<V, true, kStream>(x, n, transform, m, a, b, out + begin);
     } else {
-      segment_gradient<V, false, kStream>(x, n, k, inner_scale, m, gradient, out + begin);
+      segment_gradient<V, false, kStream>(x, n, transform, m, a, b, out + begin);
     }
   }
   if (kStream) stream_fence();
 
   double u = widen(logits[target * p.logits.stride_vocab]), slope = 1;
-  if (wide.capped) {
-    const Tanh<double> tanh = tanh_with_slope(wide.inner_scale * u);
-    u = static_cast<T>(tanh.value);
+  if (transform.capped) {
+    const Tanh<double> tanh = tanh_with_slope(transform.inner_scale * u);
+    u = tanh.value;
     slope = tanh.slope;
   }
-  narrow(static_cast<T>(exact.target(wide.k * (u - m)) * slope), out + target);
+  narrow(static_cast<T>(gradient.target(transform.k * (u - m)) * slope), out + target);
 }
 
 int64_t rows_per_piece(const LogitsView& logits, size_t elem_bytes) {

@@ -20,13 +20,10 @@ namespace RLK_ISA {
 
 #define RLK_INLINE inline __attribute__((always_inline))
 
-// e^x for x in [kExpFloor, 88]: x = n ln 2 + r, a minimax polynomial in r (|r| <= ln 2 / 2), relative error
-// below 1 ulp.
-constexpr float kLog2E = 1.44269504088896341f;
-constexpr float kLn2Hi = 0.693359375f;
-constexpr float kLn2Lo = -2.12194440e-4f;
-constexpr float kExp2 = 5.0000001201e-1f, kExp3 = 1.6666665459e-1f, kExp4 = 4.1665795894e-2f,
-                kExp5 = 8.3334519073e-3f, kExp6 = 1.3981999507e-3f, kExp7 = 1.9875691500e-4f;
+// 2^f = 1 + f (kExp2[0] + kExp2[1] f + ...) for |f| <= 1/2: a minimax fit, error 2e-9 before rounding. The
+// constant term is exactly 1, so a row of one column has log s = 0.
+constexpr float kExp2[6] = {0.6931471824645996f,   0.24022647738456726f,   0.055503323674201965f,
+                            0.00961843691766262f,  0.0013398873852565885f, 0.00015353361959569156f};
 
 #if defined(__AVX512F__)
 
@@ -47,29 +44,29 @@ struct Vec {
   static RLK_INLINE Vec load(const Float16* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
-  RLK_INLINE __m256i bfloat16_bits() const {
+  RLK_INLINE __m256i narrowed(const BFloat16*) const {
+#if defined(__AVX512BF16__)
+    return (__m256i)_mm512_cvtneps_pbh(v);
+#else
     const __m512i bits = _mm512_castps_si512(v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i rounded =
         _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
     const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
     return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc0)));
+#endif
   }
-  RLK_INLINE __m256i float16_bits() const { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+  RLK_INLINE __m256i narrowed(const Float16*) const { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
 
   RLK_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
-  RLK_INLINE void store(BFloat16* p) const {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bfloat16_bits());
-  }
-  RLK_INLINE void store(Float16* p) const {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), float16_bits());
+  template <class Half>
+  RLK_INLINE void store(Half* p) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrowed(p));
   }
   RLK_INLINE void stream(float* p) const { _mm512_stream_ps(p, v); }
-  RLK_INLINE void stream(BFloat16* p) const {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), bfloat16_bits());
-  }
-  RLK_INLINE void stream(Float16* p) const {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), float16_bits());
+  template <class Half>
+  RLK_INLINE void stream(Half* p) const {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrowed(p));
   }
 };
 
@@ -89,6 +86,19 @@ RLK_INLINE Vec copysign(Vec magnitude, Vec sign) {
 RLK_INLINE Vec round(Vec a) { return _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 RLK_INLINE Vec scale_by_power_of_two(Vec a, Vec n) { return _mm512_scalef_ps(a.v, n.v); }
 RLK_INLINE void stream_fence() { _mm_sfence(); }
+
+// Two vectors at once where that costs fewer instructions than one after the other.
+RLK_INLINE void load_pair(const BFloat16* p, Vec* pair) {
+  alignas(64) static constexpr uint16_t kOrder[2][32] = {
+      {0, 0, 0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0, 8, 0, 9, 0, 10, 0, 11, 0, 12, 0, 13, 0, 14, 0, 15},
+      {0, 16, 0, 17, 0, 18, 0, 19, 0, 20, 0, 21, 0, 22, 0, 23,
+       0, 24, 0, 25, 0, 26, 0, 27, 0, 28, 0, 29, 0, 30, 0, 31}};
+  const __m512i both = _mm512_loadu_si512(p);
+  for (int half = 0; half < 2; ++half) {
+    pair[half] = _mm512_castsi512_ps(
+        _mm512_maskz_permutexvar_epi16(0xaaaaaaaau, _mm512_load_si512(kOrder[half]), both));
+  }
+}
 
 #elif defined(__AVX2__)
 
@@ -122,12 +132,12 @@ struct Vec {
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
     return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
   }
-  RLK_INLINE __m256i bfloat16_bits() const {
+  RLK_INLINE __m256i narrowed(const BFloat16*) const {
     // packus works within 128-bit halves; the permutation restores the order
     const __m256i packed = _mm256_packus_epi32(rounded_bfloat16(lo), rounded_bfloat16(hi));
     return _mm256_permute4x64_epi64(packed, 0xd8);
   }
-  RLK_INLINE __m256i float16_bits() const {
+  RLK_INLINE __m256i narrowed(const Float16*) const {
     return _mm256_set_m128i(_mm256_cvtps_ph(hi, _MM_FROUND_TO_NEAREST_INT),
                             _mm256_cvtps_ph(lo, _MM_FROUND_TO_NEAREST_INT));
   }
@@ -136,21 +146,17 @@ struct Vec {
     _mm256_storeu_ps(p, lo);
     _mm256_storeu_ps(p + 8, hi);
   }
-  RLK_INLINE void store(BFloat16* p) const {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bfloat16_bits());
-  }
-  RLK_INLINE void store(Float16* p) const {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), float16_bits());
+  template <class Half>
+  RLK_INLINE void store(Half* p) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrowed(p));
   }
   RLK_INLINE void stream(float* p) const {
     _mm256_stream_ps(p, lo);
     _mm256_stream_ps(p + 8, hi);
   }
-  RLK_INLINE void stream(BFloat16* p) const {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), bfloat16_bits());
-  }
-  RLK_INLINE void stream(Float16* p) const {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), float16_bits());
+  template <class Half>
+  RLK_INLINE void stream(Half* p) const {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrowed(p));
   }
 };
 
@@ -263,17 +269,13 @@ RLK_INLINE void stream_fence() {}
 
 #endif
 
-RLK_INLINE Vec exp(Vec x) {
-  const Vec n = round(x * Vec(kLog2E));
-  Vec r = fma(n, Vec(-kLn2Hi), x);
-  r = fma(n, Vec(-kLn2Lo), r);
-  Vec p = fma(Vec(kExp7), r, Vec(kExp6));
-  p = fma(p, r, Vec(kExp5));
-  p = fma(p, r, Vec(kExp4));
-  p = fma(p, r, Vec(kExp3));
-  p = fma(p, r, Vec(kExp2));
-  p = fma(p, r * r, r + Vec(1.0f));
-  return scale_by_power_of_two(p, n);
+// 2^w for w <= 127; 0 from the row state's floor down.
+RLK_INLINE Vec exp2(Vec w) {
+  const Vec n = round(w);
+  const Vec f = w - n;
+  Vec p(kExp2[5]);
+  for (int i = 4; i >= 0; --i) p = fma(p, f, Vec(kExp2[i]));
+  return scale_by_power_of_two(fma(p, f, Vec(1.0f)), n);
 }
 
 template <class T>
@@ -302,7 +304,13 @@ RLK_INLINE Lane<double> abs(Lane<double> a) { return Lane<double>(std::fabs(a.v)
 RLK_INLINE Lane<double> copysign(Lane<double> a, Lane<double> b) {
   return Lane<double>(std::copysign(a.v, b.v));
 }
-RLK_INLINE Lane<double> exp(Lane<double> a) { return Lane<double>(std::exp(a.v)); }
+RLK_INLINE Lane<double> exp2(Lane<double> a) { return Lane<double>(std::exp2(a.v)); }
+
+template <class V, class Elem>
+RLK_INLINE void load_pair(const Elem* p, V* pair) {
+  pair[0] = V::load(p);
+  pair[1] = V::load(p + V::kLanes);
+}
 
 // The vector type that reduces rows of Elem.
 template <class Elem>
