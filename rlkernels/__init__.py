@@ -1,0 +1,38 @@
+"""Fused kernels for the losses of reinforcement-learning post-training of language models."""
+
+from rlkernels.backends import backend, set_backend
+from rlkernels.batch import PolicyBatch
+from rlkernels.checks import set_checks
+from rlkernels.losses import PolicyLoss, logp_policy_loss, policy_loss
+from rlkernels.metrics import Metrics
+from rlkernels.objectives import CISPO, GMPO, GRPO, GSPO, NFT, SAPO, GSPOToken, Objective, Reinforce
+from rlkernels.recipes import RECIPES
+from rlkernels.reductions import REDUCTIONS, global_normalizer
+from rlkernels.stats import TokenStats, token_stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CISPO",
+    "GMPO",
+    "GRPO",
+    "GSPO",
+    "NFT",
+    "RECIPES",
+    "REDUCTIONS",
+    "SAPO",
+    "GSPOToken",
+    "Metrics",
+    "Objective",
+    "PolicyBatch",
+    "PolicyLoss",
+    "Reinforce",
+    "TokenStats",
+    "backend",
+    "global_normalizer",
+    "logp_policy_loss",
+    "policy_loss",
+    "set_backend",
+    "set_checks",
+    "token_stats",
+]

@@ -1,0 +1,269 @@
+"""The policy losses: from logits or log-probabilities to a scalar with gradients."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernels import checks
+from rlkernels.batch import IGNORE_INDEX, PolicyBatch
+from rlkernels.metrics import Metrics
+from rlkernels.objectives import Objective, PolicyTerms, Tokens
+from rlkernels.recipes import ObjectiveFunction, Recipe, resolve
+from rlkernels.reductions import Normalizer, check_reduction, reduce_tokens
+from rlkernels.segments import Segments
+from rlkernels.stats import Number, token_stats
+
+
+class PolicyLoss(NamedTuple):
+    """`loss` is 0-d (the tokens' shape with `reduction="none"`); `logp` and `entropy` are detached."""
+
+    loss: Tensor
+    metrics: Metrics
+    logp: Tensor
+    entropy: Tensor | None
+
+
+def policy_loss(
+    logits: Tensor,
+    batch: PolicyBatch,
+    objective: str | Objective | ObjectiveFunction = "grpo",
+    *,
+    reduction: str | None = None,
+    normalizer: Normalizer | None = None,
+    temperature: Number = 1.0,
+    softcap: Number | None = None,
+    logit_scale: Number = 1.0,
+) -> PolicyLoss:
+    """A policy loss from logits, without a second `[N, V]` tensor besides the gradient.
+
+        logp, entropy = token_stats(logits, targets)
+        L    = weight (policy_weight policy_term(logp, ...) + kl_coef kl)
+        loss = reduce(L) - entropy_coef reduce(entropy)
+
+    Args:
+        logits: `[B, T, V]`, or packed `[N, V]` or `[1, N, V]`; any strides; float64, float32, bfloat16, float16.
+        batch: everything else about the tokens. Masked tokens' logits are not read.
+        objective: a recipe's name (`rlkernels.RECIPES`), an instance from `rlkernels.objectives`, or any
+            callable `(logp, batch) -> per-token loss`, both in the batch's layout.
+        reduction: `token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum`, `seq_mean_token_sum_norm`,
+            `token_sum` or `none`; None: the recipe's.
+        normalizer: replaces the reduction's denominator (see `global_normalizer`); a number or 0-d tensor.
+        temperature, softcap, logit_scale: as in `token_stats`; a `[B]` temperature goes by sequence.
+
+    Returns:
+        `PolicyLoss(loss, metrics, logp, entropy)`.
+
+    Raises:
+        TypeError, ValueError: a wrong type, dtype, shape, device or value, naming the argument.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> logits = torch.zeros(2, 3, 11, requires_grad=True)
+        >>> targets = torch.tensor([[4, 1, 10], [2, 2, -100]])
+        >>> batch = rlkernels.PolicyBatch(targets, advantages=torch.tensor([1.0, -1.0]))
+        >>> out = rlkernels.policy_loss(logits, batch, "dapo", temperature=0.7)
+        >>> out.loss.backward()
+        >>> round(out.loss.item(), 6), round(out.metrics["entropy"].item(), 6)
+        (-0.2, 2.397895)
+    """
+    _check_batch(batch)
+    if batch.targets is None or batch.mask is None:
+        raise ValueError("batch: expected targets for policy_loss, got None")
+    targets = torch.where(batch.mask, batch.targets, IGNORE_INDEX)
+    if isinstance(temperature, Tensor) and batch.cu_seqlens is not None and temperature.ndim == 1:
+        segments = batch.check_against(tuple(targets.shape), targets.device)
+        if temperature.shape[0] == segments.count:
+            temperature = segments.expand(temperature).reshape(targets.shape)
+    stats = token_stats(
+        logits,
+        targets,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        ignore_index=IGNORE_INDEX,
+        outputs=("entropy",),
+    )
+    return logp_policy_loss(
+        stats.logp, batch, objective, entropy=stats.entropy, reduction=reduction, normalizer=normalizer
+    )
+
+
+def logp_policy_loss(
+    logp: Tensor,
+    batch: PolicyBatch,
+    objective: str | Objective | ObjectiveFunction = "grpo",
+    *,
+    entropy: Tensor | None = None,
+    reduction: str | None = None,
+    normalizer: Normalizer | None = None,
+) -> PolicyLoss:
+    """`policy_loss` from log-probabilities that exist already.
+
+    Args:
+        logp: `[B, T]`, or packed `[N]` or `[1, N]`: log-probability of each target; what gradients reach.
+        batch: as in `policy_loss`; its `targets` may be None (then nothing but `mask` masks).
+        entropy: `logp`'s shape; needed where the objective has an entropy bonus, else only reported.
+        objective, reduction, normalizer: as in `policy_loss`.
+
+    Returns, Raises: as `policy_loss`.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> logp = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+        >>> batch = rlkernels.PolicyBatch(None, torch.tensor([1.0]), old_logp=torch.tensor([[-1.0, -2.5]]))
+        >>> round(rlkernels.logp_policy_loss(logp, batch, "grpo").loss.item(), 6)  # -(1 + 1.2) / 2
+        -1.1
+    """
+    _check_batch(batch)
+    checks.require_tensor("logp", logp)
+    checks.require_dtype("logp", logp, checks.FLOAT_DTYPES)
+    recipe = resolve(objective, reduction)
+    if normalizer is None:
+        normalizer = recipe.normalizer
+    check_reduction(recipe.reduction, normalizer)
+    if recipe.needs is not None and getattr(batch, recipe.needs) is None:
+        raise ValueError(f"{recipe.needs}: expected in the batch for objective {objective!r}, got None")
+    like = batch.targets if batch.targets is not None else batch.mask
+    if like is not None:
+        checks.require_shape("logp", logp, tuple(like.shape))
+    segments = batch.check_against(tuple(logp.shape), logp.device)
+    if entropy is not None:
+        checks.require_tensor("entropy", entropy)
+        checks.require_shape("entropy", entropy, tuple(logp.shape))
+        checks.require_same_device("logp", logp, entropy=entropy)
+    dtype = torch.float64 if logp.dtype == torch.float64 else torch.float32
+    packed = _Packed(logp.to(dtype), entropy, batch, segments)
+    if isinstance(recipe.objective, Objective):
+        values, policy, kl = _objective_values(recipe.objective, packed)
+    else:
+        values, policy, kl = _callable_values(recipe.objective, logp, packed), None, None
+    loss = reduce_tokens(values, packed.mask, segments, recipe.reduction, normalizer)
+    if isinstance(recipe.objective, Objective) and recipe.objective.entropy_coef != 0:
+        loss = loss - _entropy_bonus(recipe, normalizer, packed)
+    with torch.no_grad():
+        metrics = _metrics(packed, policy, kl)
+    return PolicyLoss(
+        loss.reshape(logp.shape) if recipe.reduction == "none" else loss,
+        metrics,
+        logp.detach(),
+        None if entropy is None else entropy.detach(),
+    )
+
+
+def _check_batch(batch: PolicyBatch) -> None:
+    if not isinstance(batch, PolicyBatch):
+        raise TypeError(f"batch: expected a PolicyBatch, got {checks.describe(batch)}")
+
+
+class _Packed:
+    """The batch as flat `[N]` tensors of logp's dtype, zero under the mask's zeros: selected, never multiplied."""
+
+    def __init__(self, logp: Tensor, entropy: Tensor | None, batch: PolicyBatch, segments: Segments) -> None:
+        self.batch, self.segments = batch, segments
+        mask = torch.ones_like(logp, dtype=torch.bool) if batch.mask is None else batch.mask
+        self.mask = mask.reshape(-1)
+
+        def flat(value: Tensor | None) -> Tensor | None:
+            if value is None:
+                return None
+            return torch.where(self.mask, batch.per_token(value, segments, logp.dtype), 0)
+
+        self.logp = torch.where(self.mask, logp.reshape(-1), 0)
+        self.entropy, self.old_logp, self.ref_logp = flat(entropy), flat(batch.old_logp), flat(batch.ref_logp)
+        self.weight, self.policy_weight = flat(batch.weight), flat(batch.policy_weight)
+        old_logp = self.logp.detach() if self.old_logp is None else self.old_logp
+        advantages = flat(batch.advantages)
+        assert advantages is not None
+        extras = {name: flat(value) for name, value in batch.extras.items()}
+        self.tokens = Tokens(
+            logp=self.logp,
+            log_ratio=self.logp - old_logp,
+            advantages=advantages,
+            mask=self.mask,
+            segments=segments,
+            extras=extras,  # type: ignore[arg-type]
+        )
+
+
+def _scaled(values: Tensor, factor: Tensor | None) -> Tensor:
+    """`factor * values` where 0 selects away: 0 * inf stays 0."""
+    return values if factor is None else torch.where(factor == 0, 0, factor * values)
+
+
+def _objective_values(
+    objective: Objective, packed: _Packed
+) -> tuple[Tensor, PolicyTerms, Tensor | None]:
+    policy = objective.policy_terms(packed.tokens)
+    values = _scaled(policy.loss, packed.policy_weight)
+    kl = None
+    if objective.kl_coef != 0:
+        if packed.ref_logp is None:
+            raise ValueError(f"ref_logp: expected in the batch with kl_coef={objective.kl_coef}, got None")
+        kl = objective.kl_terms(packed.logp, packed.ref_logp, policy.ratio)
+        values = values + objective.kl_coef * kl
+    return torch.where(packed.mask, _scaled(values, packed.weight), 0), policy, kl
+
+
+def _callable_values(function: ObjectiveFunction, logp: Tensor, packed: _Packed) -> Tensor:
+    values = function(packed.logp.reshape(logp.shape), packed.batch)
+    checks.require_tensor("objective's result", values)
+    checks.require_shape("objective's result", values, tuple(logp.shape))
+    return torch.where(packed.mask, values.reshape(-1), 0)
+
+
+def _entropy_bonus(recipe: Recipe, normalizer: Normalizer | None, packed: _Packed) -> Tensor:
+    objective = recipe.objective
+    assert isinstance(objective, Objective)
+    if packed.entropy is None:
+        raise ValueError(f"entropy: expected with entropy_coef={objective.entropy_coef}, got None")
+    reduction = "none" if recipe.reduction == "none" else objective.entropy_reduction
+    own_normalizer = normalizer if reduction == recipe.reduction else None
+    check_reduction(reduction, own_normalizer, name="entropy_reduction")
+    return objective.entropy_coef * reduce_tokens(
+        packed.entropy, packed.mask, packed.segments, reduction, own_normalizer
+    )
+
+
+def _metrics(packed: _Packed, policy: PolicyTerms | None, kl: Tensor | None) -> Metrics:
+    mask, segments = packed.mask, packed.segments
+    count = mask.sum().to(packed.logp.dtype)
+
+    def mean(values: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.where(mask, values, 0).sum(dtype=packed.logp.dtype), count
+
+    log_ratio = packed.tokens.log_ratio.detach().clamp(-80.0, 80.0)
+    means = {"approx_kl_k1": mean(-log_ratio), "approx_kl_k3": mean(torch.expm1(log_ratio) - log_ratio)}
+    minima, maxima = {}, {}
+    if policy is not None:
+        ratio = policy.ratio.detach()
+        means["ratio_mean"] = mean(ratio)
+        minima["ratio_min"] = torch.where(mask, ratio, torch.inf)
+        maxima["ratio_max"] = torch.where(mask, ratio, -torch.inf)
+        lengths = segments.sum(mask.to(ratio.dtype))
+        for side, clipped in (("low", policy.clipped_low), ("high", policy.clipped_high)):
+            clipped = (clipped & mask).to(ratio.dtype)
+            means[f"clip_frac_{side}"] = mean(clipped)
+            share = segments.sum(clipped) / lengths.clamp(min=1)  # of each sequence
+            minima[f"clip_frac_{side}_min"] = torch.where(lengths > 0, share, torch.inf)
+            maxima[f"clip_frac_{side}_max"] = torch.where(lengths > 0, share, -torch.inf)
+    optional = {
+        "weight_mean": packed.weight,
+        "policy_weight_mean": packed.policy_weight,
+        "ref_kl": kl,
+        "entropy": packed.entropy,
+    }
+    means |= {name: mean(values.detach()) for name, values in optional.items() if values is not None}
+
+    def extreme(values: Tensor, sign: float) -> Tensor:
+        # amax of nothing raises; one neutral element keeps N = 0 and B = 0 alive
+        neutral = values.new_full((1,), -torch.inf)
+        return sign * torch.cat([sign * values, neutral]).amax()
+
+    return Metrics(
+        means,
+        {name: extreme(values, -1.0) for name, values in minima.items()},
+        {name: extreme(values, 1.0) for name, values in maxima.items()},
+    )

@@ -1,0 +1,64 @@
+"""What trainers call a loss type: an objective, a reduction, and what the caller must supply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rlkernels import checks
+from rlkernels.batch import PolicyBatch
+from rlkernels.objectives import CISPO, GMPO, GRPO, GSPO, NFT, SAPO, GSPOToken, Objective, Reinforce
+
+ObjectiveFunction = Callable[[Tensor, PolicyBatch], Tensor]
+
+
+class Recipe(NamedTuple):
+    objective: Objective | ObjectiveFunction
+    reduction: str
+    normalizer: float | None = None
+    needs: str | None = None  # a tensor of the batch without which the name would be untrue
+
+
+RECIPES = {
+    "ppo": Recipe(GRPO(), "token_mean"),
+    "grpo": Recipe(GRPO(), "seq_mean_token_mean"),
+    "dapo": Recipe(GRPO(clip_high=0.28), "token_mean"),
+    "bnpo": Recipe(GRPO(), "token_mean"),
+    "dr_grpo": Recipe(GRPO(), "seq_mean_token_sum_norm"),
+    "lambda_grpo": Recipe(GRPO(), "token_mean", needs="weight"),
+    "gspo": Recipe(GSPO(), "seq_mean_token_mean"),
+    "gspo_token": Recipe(GSPOToken(), "seq_mean_token_mean"),
+    "gmpo": Recipe(GMPO(), "seq_mean_token_mean"),
+    "cispo": Recipe(CISPO(ratio_max=5.0), "token_mean"),
+    "sapo": Recipe(SAPO(), "seq_mean_token_mean"),
+    "nft": Recipe(NFT(), "token_sum", normalizer=1000.0),
+    "reinforce": Recipe(Reinforce(), "token_mean"),
+    "verifree": Recipe(Reinforce(), "seq_mean_token_sum"),
+}
+
+_DEFAULT_REDUCTION = "token_mean"
+
+
+def resolve(objective: str | Objective | ObjectiveFunction, reduction: str | None) -> Recipe:
+    """The recipe of a name, or of an objective with the reduction of the recipe that has its class.
+
+    A callable has no recipe; its default reduction is `token_mean`. A given `reduction` replaces the recipe's
+    reduction and normaliser.
+    """
+    if isinstance(objective, str):
+        checks.require_choice("objective", objective, RECIPES)
+        recipe = RECIPES[objective]
+    elif isinstance(objective, Objective):
+        recipe = Recipe(objective, _DEFAULT_REDUCTION)
+        for known in ("grpo", "gspo", "gspo_token", "gmpo", "cispo", "sapo", "nft", "reinforce"):
+            if type(objective) is type(RECIPES[known].objective):
+                recipe = RECIPES[known]._replace(objective=objective)
+    elif callable(objective):
+        recipe = Recipe(objective, _DEFAULT_REDUCTION)
+    else:
+        raise TypeError(
+            f"objective: expected a recipe's name, an objective or a callable, got {checks.describe(objective)}"
+        )
+    return recipe if reduction is None else recipe._replace(reduction=reduction, normalizer=None)

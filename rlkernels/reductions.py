@@ -1,0 +1,147 @@
+"""From per-token values to one loss, and the denominators that make micro-batches and ranks add up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlkernels import checks
+from rlkernels.batch import PolicyBatch
+from rlkernels.segments import Segments
+
+REDUCTIONS = (
+    "token_mean",
+    "seq_mean_token_mean",
+    "seq_mean_token_sum",
+    "seq_mean_token_sum_norm",
+    "token_sum",
+    "none",
+)
+
+Normalizer = float | Tensor
+
+
+def check_reduction(reduction: str, normalizer: Normalizer | None, name: str = "reduction") -> None:
+    checks.require_choice(name, reduction, REDUCTIONS)
+    if isinstance(normalizer, Tensor):
+        checks.require_shape("normalizer", normalizer, ())
+    elif normalizer is not None:
+        checks.require_number("normalizer", normalizer, at_least=0.0)
+    if reduction == "none" and normalizer is not None:
+        raise ValueError(f"normalizer: expected None with {name}='none', got {normalizer!r}")
+    if reduction == "seq_mean_token_sum_norm" and normalizer is None:
+        raise ValueError(
+            f"normalizer: expected sequences x maximum length with {name}='seq_mean_token_sum_norm', got None"
+        )
+
+
+def reduce_tokens(
+    values: Tensor, mask: Tensor, segments: Segments, reduction: str, normalizer: Normalizer | None
+) -> Tensor:
+    """One 0-d loss from `values [N]`, which are zero where `mask` is; `[N]` for `none`.
+
+        token_mean               sum / valid tokens
+        seq_mean_token_mean      sum_i (sum_t / n_i) / B
+        seq_mean_token_sum       sum / B
+        seq_mean_token_sum_norm  sum / normalizer               (B x maximum length)
+        token_sum                sum
+
+    B counts every sequence; empty ones give 0. `normalizer` replaces the denominator. An empty batch gives 0.
+    """
+    if reduction == "none":
+        return values
+    if reduction == "seq_mean_token_mean":
+        lengths = segments.sum(mask.to(values.dtype)).clamp(min=1)
+        total = (segments.sum(values) / lengths).sum()
+    else:
+        total = values.sum()
+    if normalizer is None:
+        if reduction == "token_sum":
+            return total
+        if reduction == "token_mean":
+            return total / mask.sum().clamp(min=1)
+        return total / max(segments.count, 1)
+    if isinstance(normalizer, Tensor):
+        normalizer = normalizer.to(device=total.device, dtype=total.dtype)
+        return total / torch.where(normalizer == 0, 1, normalizer)
+    return total / (normalizer or 1.0)
+
+
+def global_normalizer(
+    masks: Sequence[Tensor | PolicyBatch] | Tensor | PolicyBatch,
+    reduction: str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    gradients: str = "mean",
+    max_length: int | None = None,
+) -> Tensor:
+    """The `normalizer` with which the losses of all micro-batches and ranks add up to one big batch's.
+
+        token_mean                          valid tokens of all micro-batches and ranks
+        seq_mean_token_mean, _token_sum     their sequences
+        seq_mean_token_sum_norm             their sequences x max_length
+        token_sum                           1
+        gradients="mean": divided by the number of ranks
+
+    Args:
+        masks: of this rank's micro-batches: `PolicyBatch`es, or mask tensors `[B, T]` (`[N]` is one sequence),
+            nonzero = trained.
+        reduction: as in `policy_loss`, except `none`.
+        group: process group to sum over; None: the default group if one is initialised, else this process.
+        gradients: `"mean"` where the trainer averages gradients over ranks (DDP, FSDP), `"sum"` where it adds
+            them.
+        max_length: for `seq_mean_token_sum_norm`.
+
+    Returns:
+        0-d float32 on the masks' device. No synchronisation with the host.
+
+    Raises:
+        ValueError: unknown reduction or `gradients`, no masks, `max_length` missing or without effect.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> masks = [torch.tensor([[1, 1, 0]]), torch.tensor([[1, 0, 0], [1, 1, 1]])]
+        >>> rlkernels.global_normalizer(masks, "token_mean").item()
+        6.0
+    """
+    checks.require_choice("reduction", reduction, REDUCTIONS[:-1])
+    checks.require_choice("gradients", gradients, ("mean", "sum"))
+    needs_length = reduction == "seq_mean_token_sum_norm"
+    if needs_length != (max_length is not None):
+        expected = "an integer" if needs_length else "None"
+        raise ValueError(f"max_length: expected {expected} with reduction={reduction!r}, got {max_length!r}")
+    if max_length is not None:
+        checks.require_number("max_length", max_length, above=0)
+    parts = [masks] if isinstance(masks, Tensor | PolicyBatch) else list(masks)
+    if not parts:
+        raise ValueError("masks: expected at least one mask, got none")
+    counts = [_tokens_and_sequences(part) for part in parts]
+    tokens = torch.stack([tokens for tokens, _ in counts]).sum()
+    total = torch.stack([tokens, torch.full_like(tokens, sum(sequences for _, sequences in counts))])
+    ranks = 1
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(total, group=group)
+        ranks = dist.get_world_size(group)
+    elif group is not None:
+        raise ValueError("group: expected None without an initialised torch.distributed, got a group")
+    if reduction == "token_mean":
+        count = total[0].float()
+    elif reduction == "token_sum":
+        count = torch.ones((), device=total.device)
+    else:
+        count = total[1].float() * (max_length or 1)
+    return count / ranks if gradients == "mean" else count
+
+
+def _tokens_and_sequences(part: Tensor | PolicyBatch) -> tuple[Tensor, int]:
+    if isinstance(part, PolicyBatch):
+        if part.mask is None:
+            raise ValueError("masks: expected batches with a mask or targets, got one without")
+        return part.mask.sum(), Segments(tuple(part.mask.shape), part.cu_seqlens).count
+    checks.require_tensor("masks", part)
+    if part.ndim not in (1, 2):
+        raise ValueError(f"masks: expected shape [B, T] or [N], got {checks.describe(part)}")
+    return (part != 0).sum(), part.shape[0] if part.ndim == 2 else 1
