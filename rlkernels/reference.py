@@ -43,3 +43,13 @@ def row_stats(rows: Rows) -> RowStats:
         row_max=zero_if_ignored(row_max).detach(),
         log_sum_exp=zero_if_ignored(torch.logsumexp(z - row_max[:, None], dim=-1)).detach(),
     )
+
+
+def prefix_counts(token_ids: Tensor, lengths: Tensor, group_of_row: Tensor) -> Tensor:
+    """Every pair of rows compared token by token; see `credit.prefix_set_counts`."""
+    width = token_ids.shape[1]
+    inside = torch.arange(width, device=token_ids.device) < lengths[:, None]  # [B, T]
+    equal = (token_ids[:, None] == token_ids[None]) & inside[:, None] & inside[None]  # [B, B, T]
+    equal &= (group_of_row[:, None] == group_of_row[None])[:, :, None]
+    same_prefix = equal.to(torch.int32).cumprod(dim=-1)
+    return torch.where(inside, same_prefix.sum(dim=1), 1).to(torch.int32)

@@ -133,7 +133,9 @@ _MODULES = {
 }
 
 
-def implementation(operation: str, device: torch.device) -> ModuleType | None:
-    """The module that runs `operation` for tensors on `device`; None means the reference."""
+def implementation(operation: str, device: torch.device) -> ModuleType:
+    """The module that runs `operation` for tensors on `device`."""
     name = choose(device)
-    return None if name == "reference" else importlib.import_module(_MODULES[name][operation])
+    if name == "reference":
+        raise RuntimeError(f"{operation}: the reference backend is plain PyTorch; call rlkernels.reference")
+    return importlib.import_module(_MODULES[name][operation])

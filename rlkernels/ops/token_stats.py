@@ -11,13 +11,6 @@ from rlkernels import backends
 from rlkernels.ops.rows import Rows, RowStats, SavedStats, Upstream, Wanted, empty_dlogits, empty_row_stats
 
 
-def _module(device: torch.device) -> Any:
-    module = backends.implementation("token_stats", device)
-    if module is None:
-        raise RuntimeError("the reference backend is plain PyTorch and has no operation; see rlkernels.reference")
-    return module
-
-
 @torch.library.custom_op("rlkernels::token_stats", mutates_args=())
 def token_stats(
     logits: Tensor,
@@ -35,7 +28,7 @@ def token_stats(
     rows = Rows(logits, targets, temperature, softcap, logit_scale, ignore_index)
     wanted = Wanted(want_entropy, want_lse, want_log_sum_sq_probs, want_mean_logits, want_is_top1)
     stats = empty_row_stats(rows, wanted)
-    _module(logits.device).token_stats_forward(rows, stats)
+    backends.implementation("token_stats", logits.device).token_stats_forward(rows, stats)
     return tuple(stats)
 
 
@@ -70,7 +63,7 @@ def token_stats_backward(
 ) -> Tensor:
     rows = Rows(logits, targets, temperature, softcap, logit_scale, ignore_index)
     dlogits = empty_dlogits(rows)
-    _module(logits.device).token_stats_backward(
+    backends.implementation("token_stats", logits.device).token_stats_backward(
         rows, SavedStats(row_max, log_sum_exp, entropy), Upstream(dlogp, dentropy, dlse), dlogits
     )
     return dlogits

@@ -1,0 +1,61 @@
+"""Advantages of responses within their prompt's group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkernels import checks
+from rlkernels.credit.groups import Groups
+
+
+def group_advantages(
+    rewards: Tensor, groups: int | Tensor, *, scale: str = "std", ddof: int = 1, eps: float = 1e-4
+) -> Tensor:
+    """Rewards centred in their group, and scaled by the group's standard deviation.
+
+        A_i = (r_i - mean_g) / (std_g + eps)            scale="std"  (GRPO)
+        A_i = r_i - mean_g                              scale="none" (Dr.GRPO)
+
+    Exactly 0 for a group of equal rewards and for a group of one. A reward of NaN (a rejected response) is left
+    out of its group's statistics and gets 0.
+
+    Args:
+        rewards: `[B]`, float or integer.
+        groups: group size (consecutive rows), or `[B]` integer ids.
+        scale: `"std"` or `"none"`.
+        ddof: 1 for the sample's standard deviation (every trainer), 0 for the population's.
+        eps: >= 0. TRL 1e-4, verl and RLPR 1e-6, oat 1e-8.
+
+    Returns:
+        `[B]`, float32 (float64 for float64 rewards).
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: GRPO (2402.03300), Dr.GRPO (2503.20783).
+
+    Example:
+        >>> import torch
+        >>> from rlkernels.credit import group_advantages
+        >>> group_advantages(torch.tensor([1.0, 0.0, 0.3, 0.3]), groups=2, eps=0.0).tolist()
+        [0.7071067690849304, -0.7071067690849304, 0.0, 0.0]
+    """
+    checks.require_tensor("rewards", rewards)
+    if rewards.ndim != 1 or rewards.is_complex():
+        raise ValueError(f"rewards: expected shape [B] of real numbers, got {checks.describe(rewards)}")
+    checks.require_choice("scale", scale, ("std", "none"))
+    checks.require_choice("ddof", ddof, (0, 1))
+    checks.require_number("eps", eps, at_least=0.0)
+    rewards = rewards.detach().to(torch.float64 if rewards.dtype == torch.float64 else torch.float32)
+    group = Groups(groups, rewards.shape[0], rewards.device)
+    valid = ~rewards.isnan()
+    count = group.sum(valid.to(rewards.dtype))
+    # relative to the group's smallest reward, equal rewards are exactly 0 and so is all that follows
+    lowest = group.min(torch.where(valid, rewards, torch.inf))
+    above = torch.where(valid, rewards - lowest, 0)
+    centred = torch.where(valid, above - group.sum(above) / count.clamp(min=1), 0)
+    if scale == "none":
+        return centred
+    variance = group.sum(centred * centred) / (count - ddof).clamp(min=1)
+    return torch.where(centred == 0, 0, centred / (variance.sqrt() + eps))

@@ -1,0 +1,48 @@
+"""Which rows share a prompt."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkernels import checks
+
+
+class Groups:
+    """`groups` as an int (consecutive groups of that size) or a `[B]` tensor of ids, without a host read.
+
+    `index [B]` numbers each row's group from 0; there are at most B groups, and the numbers left over are empty.
+    """
+
+    def __init__(self, groups: int | Tensor, rows: int, device: torch.device) -> None:
+        positions = torch.arange(rows, device=device)
+        if isinstance(groups, Tensor):
+            checks.require_dtype("groups", groups, checks.INTEGER_DTYPES)
+            checks.require_shape("groups", groups, (rows,))
+            if groups.device != device:
+                raise ValueError(f"groups: expected on {device}, got {checks.describe(groups)}")
+            ids, self.row_order = torch.sort(groups, stable=True)
+            is_new = torch.zeros(rows, dtype=torch.int64, device=device)
+            is_new[1:] = ids[1:] != ids[:-1]
+            sorted_index = is_new.cumsum(0)
+            self.index = torch.empty_like(sorted_index).scatter_(0, self.row_order, sorted_index)
+            # `[B + 1]` borders into row_order; empty groups lie at its end
+            self.starts = torch.searchsorted(sorted_index, torch.arange(rows + 1, device=device))
+        else:
+            if isinstance(groups, bool) or not isinstance(groups, int):
+                raise TypeError(f"groups: expected an int or a [B] tensor, got {checks.describe(groups)}")
+            if groups < 1 or rows % groups:
+                raise ValueError(f"groups: expected a group size that divides {rows} rows, got {groups}")
+            self.row_order = positions
+            self.index = positions // groups
+            self.starts = torch.arange(0, rows + 1, groups, device=device)
+        self.rows = rows
+
+    def sum(self, values: Tensor) -> Tensor:
+        """`[B]` -> each row's group's sum, `[B]`."""
+        return values.new_zeros(self.rows).index_add(0, self.index, values)[self.index]
+
+    def min(self, values: Tensor) -> Tensor:
+        """`[B]` -> each row's group's minimum, `[B]`."""
+        lowest = values.new_full((self.rows,), torch.inf)
+        return lowest.scatter_reduce(0, self.index, values, "amin")[self.index]
