@@ -199,9 +199,7 @@ class PolicyBatch:
             parts.append(self._part(tuple(like.shape), segments, slice(first, last), span))
         return parts
 
-    def _part(
-        self, shape: tuple[int, ...], segments: Segments, sequences: slice, span: slice
-    ) -> PolicyBatch:
+    def _part(self, shape: tuple[int, ...], segments: Segments, sequences: slice, span: slice) -> PolicyBatch:
         def cut(value: Tensor | None) -> Tensor | None:
             if value is None:
                 return None

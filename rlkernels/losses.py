@@ -193,9 +193,7 @@ def _scaled(values: Tensor, factor: Tensor | None) -> Tensor:
     return values if factor is None else torch.where(factor == 0, 0, factor * values)
 
 
-def _objective_values(
-    objective: Objective, packed: _Packed
-) -> tuple[Tensor, PolicyTerms, Tensor | None]:
+def _objective_values(objective: Objective, packed: _Packed) -> tuple[Tensor, PolicyTerms, Tensor | None]:
     policy = objective.policy_terms(packed.tokens)
     values = _scaled(policy.loss, packed.policy_weight)
     kl = None

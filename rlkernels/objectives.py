@@ -102,7 +102,10 @@ class Objective:
             self._require_positive(name, optional=True)
         checks.require_number("kl_coef", self.kl_coef, at_least=0.0)
         checks.require_number("entropy_coef", self.entropy_coef)
-        for name, value in (("kl_clamp", self.kl_clamp), ("kl_importance_weighted", self.kl_importance_weighted)):
+        for name, value in (
+            ("kl_clamp", self.kl_clamp),
+            ("kl_importance_weighted", self.kl_importance_weighted),
+        ):
             if value and self.kl_coef == 0:
                 raise ValueError(f"{name}: expected no value without kl_coef, got {value!r}")
 
@@ -380,7 +383,11 @@ class NFT(Objective):
         # log(floored) in value, straight through in gradient
         log_negative = floored.log() + (negative_ratio - negative_ratio.detach()) / floored
         odds = (1 - rate) / rate
-        weight = {"failure_rate": 1 - rate, "sqrt_failure_odds": odds.sqrt(), "uniform": torch.ones_like(rate)}
+        weight = {
+            "failure_rate": 1 - rate,
+            "sqrt_failure_odds": odds.sqrt(),
+            "uniform": torch.ones_like(rate),
+        }
         is_correct = tokens.advantages > 0
         loss = torch.where(is_correct, -log_ratio, -self.negative_weight * log_negative)
         nowhere = torch.zeros_like(is_correct)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -19,22 +18,19 @@ from rlkernels import checks
 NAMES = ("auto", "cpu", "cuda", "triton", "reference")
 ENVIRONMENT_VARIABLE = "RLKERNELS_BACKEND"
 
-_selected: str | None = None
+_selected = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
 
 
 def backend() -> str:
-    """Name of the selected backend: `set_backend`'s, else `RLKERNELS_BACKEND`'s, else `"auto"`.
+    """Name of the selected backend: `set_backend`'s, else what `RLKERNELS_BACKEND` held at import, else `"auto"`.
 
     Example:
         >>> import rlkernels
         >>> rlkernels.backend() in ("auto", "cpu", "cuda", "triton", "reference")
         True
     """
-    if _selected is not None:
-        return _selected
-    name = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
-    checks.require_choice(ENVIRONMENT_VARIABLE, name, NAMES)
-    return name
+    checks.require_choice(ENVIRONMENT_VARIABLE, _selected, NAMES)
+    return _selected
 
 
 def set_backend(name: str) -> str:
@@ -60,46 +56,36 @@ def set_backend(name: str) -> str:
     reason = why_unavailable(name)
     if reason is not None:
         raise RuntimeError(f"backend {name!r} is not available: {reason}")
-    previous, _selected = backend(), name
+    previous, _selected = _selected, name
     return previous
 
 
-def _why_no_cpu() -> str | None:
+def _import_error(module: str) -> str | None:
     try:
-        importlib.import_module("rlkernels._native")
+        importlib.import_module(module)
     except ImportError as error:
-        return f"the C++ extension does not import ({error}); reinstall rlkernels with a C++17 compiler"
+        return str(error)
     return None
 
 
-def _why_no_cuda() -> str | None:
-    return "this version has no CUDA C++ kernels; GPUs run the Triton kernels (backend 'triton')"
-
-
-def triton_is_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def _why_no_triton() -> str | None:
-    try:
-        importlib.import_module("triton")
-    except ImportError as error:
-        return f"triton does not import ({error})"
-    if triton_is_interpreted() or torch.cuda.is_available() or torch.xpu.is_available():
-        return None
-    return "no GPU found; TRITON_INTERPRET=1, set before triton is imported, runs the kernels on the CPU"
-
-
-_WHY_UNAVAILABLE: dict[str, Callable[[], str | None]] = {
-    "cpu": _why_no_cpu,
-    "cuda": _why_no_cuda,
-    "triton": _why_no_triton,
-}
+# found out once, at import: torch.compile traces through `choose`
+_NATIVE_ERROR = _import_error("rlkernels._native")
+_TRITON_ERROR = _import_error("triton")
+triton_is_interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
+_HAS_GPU = torch.cuda.is_available() or torch.xpu.is_available()
 
 
 def why_unavailable(name: str) -> str | None:
     """None if backend `name` can run here, else the reason."""
-    return _WHY_UNAVAILABLE.get(name, lambda: None)()
+    if name == "cpu" and _NATIVE_ERROR is not None:
+        return f"the C++ extension does not import ({_NATIVE_ERROR}); reinstall with a C++17 compiler"
+    if name == "cuda":
+        return "this version has no CUDA C++ kernels; GPUs run the Triton kernels (backend 'triton')"
+    if name == "triton" and _TRITON_ERROR is not None:
+        return f"triton does not import ({_TRITON_ERROR})"
+    if name == "triton" and not _HAS_GPU and not triton_is_interpreted:
+        return "no GPU found; TRITON_INTERPRET=1, set before triton is imported, runs the kernels on the CPU"
+    return None
 
 
 def choose(device: torch.device) -> str:
@@ -117,7 +103,7 @@ def choose(device: torch.device) -> str:
     reason = why_unavailable(name)
     if reason is None and name == "cpu" and device.type != "cpu":
         reason = f"it runs on CPU tensors, got {device}"
-    if reason is None and name == "triton" and device.type == "cpu" and not triton_is_interpreted():
+    if reason is None and name == "triton" and device.type == "cpu" and not triton_is_interpreted:
         reason = "it runs on GPU tensors, got cpu (TRITON_INTERPRET=1 runs it on CPU tensors)"
     if reason is not None:
         raise RuntimeError(f"backend {name!r} cannot run this: {reason}")

@@ -59,3 +59,68 @@ def group_advantages(
         return centred
     variance = group.sum(centred * centred) / (count - ddof).clamp(min=1)
     return torch.where(centred == 0, 0, centred / (variance.sqrt() + eps))
+
+
+def mixed_groups(rewards: Tensor, groups: int | Tensor) -> Tensor:
+    """DAPO's dynamic sampling: which responses belong to a group whose rewards differ.
+
+        keep_i = (rewards of i's group are not all equal)
+
+    A group of one is not kept: its advantage is 0. NaN rewards (rejected responses) take no part.
+
+    Args:
+        rewards: `[B]`, float or integer.
+        groups: group size (consecutive rows), or `[B]` integer ids.
+
+    Returns:
+        `[B]` bool.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: DAPO (2503.14476), equation 11.
+
+    Example:
+        >>> import torch
+        >>> from rlkernels.credit import mixed_groups
+        >>> mixed_groups(torch.tensor([1.0, 1.0, 0.0, 1.0]), groups=2).tolist()
+        [False, False, True, True]
+    """
+    centred = group_advantages(rewards, groups, scale="none")
+    return Groups(groups, rewards.shape[0], rewards.device).sum((centred != 0).to(torch.int32)) > 0
+
+
+def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, *, factor: float = 1.0) -> Tensor:
+    """DAPO's soft overlong penalty, to be added to the rewards.
+
+        min(0, -factor (length - (max_length - buffer_length)) / buffer_length)
+
+    Args:
+        lengths: `[B]`, tokens of each response.
+        max_length: longest response that is generated.
+        buffer_length: > 0, at most `max_length`: the penalty falls linearly over the last tokens.
+        factor: >= 0: the penalty at `max_length`.
+
+    Returns:
+        `[B]` float32 (float64 for float64 lengths).
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: DAPO (2503.14476), equation 13; as in verl, longer responses are not cut off at -factor.
+
+    Example:
+        >>> import torch
+        >>> from rlkernels.credit import overlong_penalty
+        >>> overlong_penalty(torch.tensor([10, 18432, 20480]), 20480, 4096).tolist()
+        [0.0, -0.5, -1.0]
+    """
+    checks.require_tensor("lengths", lengths)
+    checks.require_number("max_length", max_length, above=0)
+    checks.require_number("buffer_length", buffer_length, above=0)
+    checks.require_number("factor", factor, at_least=0.0)
+    if buffer_length > max_length:
+        raise ValueError(f"buffer_length: expected at most max_length {max_length}, got {buffer_length}")
+    dtype = torch.float64 if lengths.dtype == torch.float64 else torch.float32
+    excess = lengths.to(dtype) - (max_length - buffer_length)
+    return -factor * excess.clamp(min=0) / buffer_length

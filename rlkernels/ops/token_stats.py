@@ -118,7 +118,16 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
     dlogits = None
     if ctx.needs_input_grad[0] and not (dlogp is None and dentropy is None and dlse is None):
         dlogits = token_stats_backward(
-            logits, targets, temperature, softcap, logit_scale, ctx.ignore_index, *saved, dlogp, dentropy, dlse
+            logits,
+            targets,
+            temperature,
+            softcap,
+            logit_scale,
+            ctx.ignore_index,
+            *saved,
+            dlogp,
+            dentropy,
+            dlse,
         )
     return (dlogits, *[None] * (len(Rows._fields) + len(Wanted._fields) - 1))
 

@@ -1,0 +1,52 @@
+"""Runs before torch and triton are imported: without a GPU, Triton's kernels run in its interpreter."""
+
+import os
+import subprocess
+
+
+def _has_gpu() -> bool:
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).stdout.startswith(b"GPU")
+    except FileNotFoundError:
+        return False
+
+
+if not _has_gpu():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+import rlkernels  # noqa: E402
+from rlkernels import backends  # noqa: E402
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def restored_selection():
+    """Every test starts from the defaults, whatever the one before it selected."""
+    yield
+    backends.set_backend("auto")
+    rlkernels.set_checks(False)
+
+
+@pytest.fixture(params=["cpu", "triton", "reference"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend in turn, selected explicitly, so that none can stand in for another."""
+    rlkernels.set_backend(request.param)
+    return request.param
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """Fresh random numbers every run; the seed is printed with a failure."""
+    seed = int.from_bytes(os.urandom(4), "little")
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)
