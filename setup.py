@@ -48,5 +48,5 @@ setup(
         "rlkernels.triton_kernels",
     ],
     package_dir={"rlkernels": "rlkernels", "rlkernels.triton_kernels": "triton_kernels"},
-    package_data={"rlkernels": ["py.typed"]},
+    package_data={"rlkernels": ["py.typed", "_native.pyi"]},
 )

@@ -15,8 +15,10 @@ T* pointer(uintptr_t address) {
 
 rlk::LogitsView logits_view(uintptr_t data, int dtype, py::tuple sizes, py::tuple strides) {
   const auto at = [](const py::tuple& values, size_t i) { return values[i].cast<int64_t>(); };
-  return {pointer(data),  static_cast<rlk::DType>(dtype), at(sizes, 0),  at(sizes, 1),
-          at(sizes, 2), at(strides, 0),                 at(strides, 1), at(strides, 2)};
+  return {pointer(data),  static_cast<rlk::DType>(dtype),
+          at(sizes, 0),   at(sizes, 1),
+          at(sizes, 2),   at(strides, 0),
+          at(strides, 1), at(strides, 2)};
 }
 
 rlk::RowScaling row_scaling(uintptr_t temperature, int64_t temperature_stride, uintptr_t softcap,
@@ -42,24 +44,23 @@ PYBIND11_MODULE(_native, m) {
 
   m.def(
       "token_stats_forward",
-      [](const rlk::LogitsView& logits, const rlk::RowScaling& scaling, uintptr_t targets,
-         int64_t ignore_index, uintptr_t logp, uintptr_t entropy, uintptr_t lse, uintptr_t log_sum_sq_probs,
-         uintptr_t mean_logits, uintptr_t is_top1, uintptr_t row_max, uintptr_t log_sum_exp, int threads) {
+      [](const rlk::LogitsView& logits, const rlk::RowScaling& scaling, uintptr_t targets, int64_t ignore_index,
+         uintptr_t logp, uintptr_t entropy, uintptr_t lse, uintptr_t log_sum_sq_probs, uintptr_t mean_logits,
+         uintptr_t is_top1, uintptr_t row_max, uintptr_t log_sum_exp, int threads) {
         rlk::token_stats_forward({logits, pointer<int64_t>(targets), ignore_index, scaling, pointer(logp),
-                                  pointer(entropy), pointer(lse), pointer(log_sum_sq_probs),
-                                  pointer(mean_logits), pointer<uint8_t>(is_top1), pointer(row_max),
-                                  pointer(log_sum_exp), threads});
+                                  pointer(entropy), pointer(lse), pointer(log_sum_sq_probs), pointer(mean_logits),
+                                  pointer<uint8_t>(is_top1), pointer(row_max), pointer(log_sum_exp), threads});
       },
       py::kw_only(), py::arg("logits"), py::arg("scaling"), py::arg("targets"), py::arg("ignore_index"),
-      py::arg("logp"), py::arg("entropy"), py::arg("lse"), py::arg("log_sum_sq_probs"),
-      py::arg("mean_logits"), py::arg("is_top1"), py::arg("row_max"), py::arg("log_sum_exp"),
-      py::arg("threads"), py::call_guard<py::gil_scoped_release>());
+      py::arg("logp"), py::arg("entropy"), py::arg("lse"), py::arg("log_sum_sq_probs"), py::arg("mean_logits"),
+      py::arg("is_top1"), py::arg("row_max"), py::arg("log_sum_exp"), py::arg("threads"),
+      py::call_guard<py::gil_scoped_release>());
 
   m.def(
       "token_stats_backward",
-      [](const rlk::LogitsView& logits, const rlk::RowScaling& scaling, uintptr_t targets,
-         int64_t ignore_index, uintptr_t dlogp, uintptr_t dentropy, uintptr_t dlse, uintptr_t row_max,
-         uintptr_t log_sum_exp, uintptr_t entropy, uintptr_t dlogits, int threads) {
+      [](const rlk::LogitsView& logits, const rlk::RowScaling& scaling, uintptr_t targets, int64_t ignore_index,
+         uintptr_t dlogp, uintptr_t dentropy, uintptr_t dlse, uintptr_t row_max, uintptr_t log_sum_exp,
+         uintptr_t entropy, uintptr_t dlogits, int threads) {
         rlk::token_stats_backward({logits, pointer<int64_t>(targets), ignore_index, scaling, pointer(dlogp),
                                    pointer(dentropy), pointer(dlse), pointer(row_max), pointer(log_sum_exp),
                                    pointer(entropy), pointer(dlogits), threads});
@@ -76,7 +77,7 @@ PYBIND11_MODULE(_native, m) {
                             pointer<int64_t>(row_order), pointer<int64_t>(group_starts), groups,
                             pointer<int32_t>(counts), threads});
       },
-      py::kw_only(), py::arg("token_ids"), py::arg("rows"), py::arg("width"), py::arg("lengths"),
-      py::arg("row_order"), py::arg("group_starts"), py::arg("groups"), py::arg("counts"),
-      py::arg("threads"), py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("token_ids"), py::arg("rows"), py::arg("width"), py::arg("lengths"), py::arg("row_order"),
+      py::arg("group_starts"), py::arg("groups"), py::arg("counts"), py::arg("threads"),
+      py::call_guard<py::gil_scoped_release>());
 }

@@ -16,9 +16,7 @@ struct LogitsView {
   int64_t stride_outer, stride_inner, stride_vocab;
 
   int64_t rows() const { return outer * inner; }
-  int64_t row_offset(int64_t row) const {
-    return (row / inner) * stride_outer + (row % inner) * stride_inner;
-  }
+  int64_t row_offset(int64_t row) const { return (row / inner) * stride_outer + (row % inner) * stride_inner; }
 };
 
 // What turns a logit x into z; see row_math.h. Values in the compute type.

@@ -148,7 +148,6 @@ template <class T>
 struct RowGradient {
   T a, b;
 
-
   HOST_DEVICE RowGradient(T dlogp_, T dentropy, T dlse, T entropy, T log_s_, T slope_)
       : dlogp(dlogp_), log_s(log_s_), slope(slope_) {
     const T inv_s = std::exp(-log_s);

@@ -67,9 +67,7 @@ def require_shape(name: str, value: Tensor, *allowed: tuple[int, ...]) -> None:
 def require_same_device(reference_name: str, reference: Tensor, **others: Tensor | None) -> None:
     for name, tensor in others.items():
         if tensor is not None and tensor.device != reference.device:
-            raise ValueError(
-                f"{name}: expected on {reference.device} like {reference_name}, got {describe(tensor)}"
-            )
+            raise ValueError(f"{name}: expected on {reference.device} like {reference_name}, got {describe(tensor)}")
 
 
 def require_number(name: str, value: Any, *, above: float = -math.inf, at_least: float = -math.inf) -> None:

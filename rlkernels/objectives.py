@@ -328,7 +328,7 @@ class SAPO(Objective):
 
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
         ratio, advantages = limited_exp(self.clamped_log_ratio(tokens)), tokens.advantages
-        tau = torch.where(advantages > 0, self.tau_pos, self.tau_neg).to(ratio.dtype)
+        tau = torch.full_like(ratio, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
         loss = -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1))
         nowhere = torch.zeros_like(advantages, dtype=torch.bool)
         return PolicyTerms(loss, ratio, nowhere, nowhere)

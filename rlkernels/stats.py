@@ -151,9 +151,7 @@ def _as_values(name: str, value: Number, device: torch.device, dtype: torch.dtyp
         checks.require_number(name, value, above=0.0)
         return torch.full((), float(value), dtype=dtype, device=device)
     if value.requires_grad:
-        raise ValueError(
-            f"{name}: expected a tensor without gradient (none is computed), got one that requires it"
-        )
+        raise ValueError(f"{name}: expected a tensor without gradient (none is computed), got one that requires it")
     if value.dtype not in (*checks.FLOAT_DTYPES, *checks.INTEGER_DTYPES):
         raise TypeError(f"{name}: expected a real dtype, got {checks.describe(value)}")
     if value.ndim > 0 and value.device != device:

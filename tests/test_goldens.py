@@ -48,9 +48,7 @@ CASES = {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
 
 
 def assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
-    torch.testing.assert_close(
-        actual.double(), expected.double(), rtol=0, atol=TOLERANCE, msg=lambda m: f"{name}: {m}"
-    )
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=TOLERANCE, msg=lambda m: f"{name}: {m}")
 
 
 def logits_of(logp: Tensor) -> Tensor:
@@ -345,9 +343,7 @@ def check_tree_simulation(case: dict[str, Any]) -> None:
                 batch = PolicyBatch(None, group_advantages(rewards.flatten(), size), weight=weight)
             logp = path_logp(theta, paths).flatten(0, 1)
             # each seed is a run of its own, so the denominator is one group's tokens
-            loss = rlkernels.logp_policy_loss(
-                logp, batch, recipe, reduction="token_sum", normalizer=size * len(target)
-            )
+            loss = rlkernels.logp_policy_loss(logp, batch, recipe, reduction="token_sum", normalizer=size * len(target))
             (gradient,) = torch.autograd.grad(loss.loss, theta)
             theta = (theta - float(options["lr"]) * gradient).detach().requires_grad_()
         frequency[recipe] = torch.stack(found[-50:]).mean().item()

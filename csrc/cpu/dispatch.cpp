@@ -68,8 +68,8 @@ void check_rows(const Params& params) {
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t target = params.targets[row];
     if (target != params.ignore_index && (target < 0 || target >= params.logits.vocab)) {
-      fail("targets: expected labels in [0, ", params.logits.vocab, ") or ignore_index ", params.ignore_index,
-           ", got ", target, " at row ", row);
+      fail("targets: expected labels in [0, ", params.logits.vocab, ") or ignore_index ", params.ignore_index, ", got ",
+           target, " at row ", row);
     }
   }
   if (rows == 0) return;

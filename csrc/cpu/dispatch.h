@@ -16,10 +16,10 @@ void token_stats_forward(const TokenStatsForwardParams& params);
 void token_stats_backward(const TokenStatsBackwardParams& params);
 void prefix_counts(const PrefixCountsParams& params);
 
-#define RLK_DECLARE_ISA(isa)                                          \
-  namespace isa {                                                     \
-  void token_stats_forward(const TokenStatsForwardParams& params);    \
-  void token_stats_backward(const TokenStatsBackwardParams& params);  \
+#define RLK_DECLARE_ISA(isa)                                         \
+  namespace isa {                                                    \
+  void token_stats_forward(const TokenStatsForwardParams& params);   \
+  void token_stats_backward(const TokenStatsBackwardParams& params); \
   }
 RLK_DECLARE_ISA(generic)
 RLK_DECLARE_ISA(avx2)

@@ -1,6 +1,5 @@
 // Row statistics of logits, and their gradient. Built once per instruction set (see CMakeLists.txt).
 #include "../row_math.h"
-
 #include "dispatch.h"
 #include "parallel.h"
 #include "vec.h"
@@ -118,9 +117,8 @@ typename V::Scalar segment_max(const Elem* u, int64_t n) {
     for (int j = 0; j < kUnroll; ++j) top[j] = max_keep_second_nan(V::load(u + i + j * V::kLanes), top[j]);
   }
   for (; i + V::kLanes <= n; i += V::kLanes) top[0] = max_keep_second_nan(V::load(u + i), top[0]);
-  T result = horizontal(
-      max_keep_second_nan(max_keep_second_nan(top[0], top[1]), max_keep_second_nan(top[2], top[3])),
-      [](auto a, auto b) { return a > b ? a : b; });
+  T result = horizontal(max_keep_second_nan(max_keep_second_nan(top[0], top[1]), max_keep_second_nan(top[2], top[3])),
+                        [](auto a, auto b) { return a > b ? a : b; });
   for (; i < n; ++i) result = u[i] > result ? u[i] : result;
   return result;
 }
@@ -173,8 +171,7 @@ double max_of(const Elem* u, int64_t n) {
 
 // The state of columns [begin, begin + n), given as u, of a row whose target is column y.
 template <class V, bool kEntropy, bool kExtras, class Elem>
-RowState<double> located_state(const Elem* u, int64_t begin, int64_t n, int64_t y,
-                               typename V::Scalar k_log2e) {
+RowState<double> located_state(const Elem* u, int64_t begin, int64_t n, int64_t y, typename V::Scalar k_log2e) {
   RowState<double> state = segment_state<V, kEntropy, kExtras>(u, n, k_log2e);
   if (y >= begin && y < begin + n) state.target = widen(u[y - begin]);
   if (kExtras && y >= begin) state.max_before_target = y < begin + n ? max_of(u, y - begin) : state.m;
@@ -286,8 +283,7 @@ void backward_row(const TokenStatsBackwardParams& p, int64_t row) {
   const int64_t vocab = p.logits.vocab;
   Elem* out = static_cast<Elem*>(p.dlogits) + row * vocab;
   const int64_t target = p.targets[row];
-  const T dlogp = upstream<T>(p.dlogp, row), dentropy = upstream<T>(p.dentropy, row),
-          dlse = upstream<T>(p.dlse, row);
+  const T dlogp = upstream<T>(p.dlogp, row), dentropy = upstream<T>(p.dentropy, row), dlse = upstream<T>(p.dlse, row);
   if (target == p.ignore_index || (dlogp == 0 && dentropy == 0 && dlse == 0)) {
     std::memset(out, 0, vocab * sizeof(Elem));
     return;

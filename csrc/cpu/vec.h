@@ -22,8 +22,8 @@ namespace RLK_ISA {
 
 // 2^f = 1 + f (kExp2[0] + kExp2[1] f + ...) for |f| <= 1/2: a minimax fit, error 2e-9 before rounding. The
 // constant term is exactly 1, so a row of one column has log s = 0.
-constexpr float kExp2[6] = {0.6931471824645996f,   0.24022647738456726f,   0.055503323674201965f,
-                            0.00961843691766262f,  0.0013398873852565885f, 0.00015353361959569156f};
+constexpr float kExp2[6] = {0.6931471824645996f,  0.24022647738456726f,   0.055503323674201965f,
+                            0.00961843691766262f, 0.0013398873852565885f, 0.00015353361959569156f};
 
 #if defined(__AVX512F__)
 
@@ -91,12 +91,11 @@ RLK_INLINE void stream_fence() { _mm_sfence(); }
 RLK_INLINE void load_pair(const BFloat16* p, Vec* pair) {
   alignas(64) static constexpr uint16_t kOrder[2][32] = {
       {0, 0, 0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0, 8, 0, 9, 0, 10, 0, 11, 0, 12, 0, 13, 0, 14, 0, 15},
-      {0, 16, 0, 17, 0, 18, 0, 19, 0, 20, 0, 21, 0, 22, 0, 23,
-       0, 24, 0, 25, 0, 26, 0, 27, 0, 28, 0, 29, 0, 30, 0, 31}};
+      {0, 16, 0, 17, 0, 18, 0, 19, 0, 20, 0, 21, 0, 22, 0, 23, 0, 24, 0, 25, 0, 26, 0, 27, 0, 28, 0, 29, 0, 30, 0, 31}};
   const __m512i both = _mm512_loadu_si512(p);
   for (int half = 0; half < 2; ++half) {
-    pair[half] = _mm512_castsi512_ps(
-        _mm512_maskz_permutexvar_epi16(0xaaaaaaaau, _mm512_load_si512(kOrder[half]), both));
+    pair[half] =
+        _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, _mm512_load_si512(kOrder[half]), both));
   }
 }
 
@@ -111,9 +110,7 @@ struct Vec {
   RLK_INLINE Vec(__m256 l, __m256 h) : lo(l), hi(h) {}
   RLK_INLINE explicit Vec(float x) : lo(_mm256_set1_ps(x)), hi(_mm256_set1_ps(x)) {}
 
-  static RLK_INLINE __m128i load_half(const void* p) {
-    return _mm_loadu_si128(static_cast<const __m128i*>(p));
-  }
+  static RLK_INLINE __m128i load_half(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
   static RLK_INLINE __m256 from_bfloat16(__m128i x) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
   }
@@ -167,9 +164,7 @@ RLK_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.lo, b.lo), _mm2
 RLK_INLINE Vec fma(Vec a, Vec b, Vec c) {
   return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
 }
-RLK_INLINE Vec max_keep_second_nan(Vec a, Vec b) {
-  return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};
-}
+RLK_INLINE Vec max_keep_second_nan(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 RLK_INLINE Vec abs(Vec a) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
@@ -296,14 +291,10 @@ RLK_INLINE Lane<double> operator+(Lane<double> a, Lane<double> b) { return Lane<
 RLK_INLINE Lane<double> operator-(Lane<double> a, Lane<double> b) { return Lane<double>(a.v - b.v); }
 RLK_INLINE Lane<double> operator*(Lane<double> a, Lane<double> b) { return Lane<double>(a.v * b.v); }
 RLK_INLINE Lane<double> operator/(Lane<double> a, Lane<double> b) { return Lane<double>(a.v / b.v); }
-RLK_INLINE Lane<double> fma(Lane<double> a, Lane<double> b, Lane<double> c) {
-  return Lane<double>(a.v * b.v + c.v);
-}
+RLK_INLINE Lane<double> fma(Lane<double> a, Lane<double> b, Lane<double> c) { return Lane<double>(a.v * b.v + c.v); }
 RLK_INLINE Lane<double> max_keep_second_nan(Lane<double> a, Lane<double> b) { return a.v > b.v ? a : b; }
 RLK_INLINE Lane<double> abs(Lane<double> a) { return Lane<double>(std::fabs(a.v)); }
-RLK_INLINE Lane<double> copysign(Lane<double> a, Lane<double> b) {
-  return Lane<double>(std::copysign(a.v, b.v));
-}
+RLK_INLINE Lane<double> copysign(Lane<double> a, Lane<double> b) { return Lane<double>(std::copysign(a.v, b.v)); }
 RLK_INLINE Lane<double> exp2(Lane<double> a) { return Lane<double>(std::exp2(a.v)); }
 
 template <class V, class Elem>

@@ -45,9 +45,7 @@ def token_stats_backward(rows: Rows, saved: SavedStats, upstream: Upstream, dlog
     _native.token_stats_backward(**_views(rows), **{name: _address(t) for name, t in tensors.items()})
 
 
-def prefix_counts(
-    token_ids: Tensor, lengths: Tensor, row_order: Tensor, group_starts: Tensor, counts: Tensor
-) -> None:
+def prefix_counts(token_ids: Tensor, lengths: Tensor, row_order: Tensor, group_starts: Tensor, counts: Tensor) -> None:
     rows, width = token_ids.shape
     _native.prefix_counts(
         token_ids=_address(token_ids),

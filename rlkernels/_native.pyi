@@ -1,0 +1,54 @@
+"""The C++ extension; see csrc/bind.cpp. Addresses are integers, 0 for none."""
+
+class LogitsView:
+    def __init__(self, *, data: int, dtype: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None: ...
+
+class RowScaling:
+    def __init__(self, *, temperature: int, temperature_stride: int, softcap: int, logit_scale: int) -> None: ...
+
+def available_isas() -> list[str]: ...
+def current_isa() -> str: ...
+def set_isa(name: str) -> None: ...
+def token_stats_forward(
+    *,
+    logits: LogitsView,
+    scaling: RowScaling,
+    targets: int,
+    ignore_index: int,
+    logp: int,
+    entropy: int,
+    lse: int,
+    log_sum_sq_probs: int,
+    mean_logits: int,
+    is_top1: int,
+    row_max: int,
+    log_sum_exp: int,
+    threads: int,
+) -> None: ...
+def token_stats_backward(
+    *,
+    logits: LogitsView,
+    scaling: RowScaling,
+    targets: int,
+    ignore_index: int,
+    dlogp: int,
+    dentropy: int,
+    dlse: int,
+    row_max: int,
+    log_sum_exp: int,
+    entropy: int,
+    dlogits: int,
+    threads: int,
+) -> None: ...
+def prefix_counts(
+    *,
+    token_ids: int,
+    rows: int,
+    width: int,
+    lengths: int,
+    row_order: int,
+    group_starts: int,
+    groups: int,
+    counts: int,
+    threads: int,
+) -> None: ...
