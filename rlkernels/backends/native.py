@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,11 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.numel() == 0 else tensor.data_ptr()
 
 
-def _views(rows: Rows) -> dict[str, object]:
+def _addresses(tensors: dict[str, Tensor | None]) -> dict[str, Any]:
+    return {name: _address(tensor) for name, tensor in tensors.items()}
+
+
+def _views(rows: Rows) -> dict[str, Any]:
     return {
         "logits": _native.LogitsView(
             data=_address(rows.logits),
@@ -36,13 +42,12 @@ def _views(rows: Rows) -> dict[str, object]:
 
 
 def token_stats_forward(rows: Rows, stats: RowStats) -> None:
-    outputs = {name: _address(tensor) for name, tensor in stats._asdict().items()}
-    _native.token_stats_forward(**_views(rows), **outputs)
+    _native.token_stats_forward(**_views(rows), **_addresses(stats._asdict()))
 
 
 def token_stats_backward(rows: Rows, saved: SavedStats, upstream: Upstream, dlogits: Tensor) -> None:
     tensors = {**saved._asdict(), **upstream._asdict(), "dlogits": dlogits}
-    _native.token_stats_backward(**_views(rows), **{name: _address(t) for name, t in tensors.items()})
+    _native.token_stats_backward(**_views(rows), **_addresses(tensors))
 
 
 def prefix_counts(token_ids: Tensor, lengths: Tensor, row_order: Tensor, group_starts: Tensor, counts: Tensor) -> None:

@@ -123,4 +123,4 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, *, fa
         raise ValueError(f"buffer_length: expected at most max_length {max_length}, got {buffer_length}")
     dtype = torch.float64 if lengths.dtype == torch.float64 else torch.float32
     excess = lengths.to(dtype) - (max_length - buffer_length)
-    return -factor * excess.clamp(min=0) / buffer_length
+    return 0 - factor * excess.clamp(min=0) / buffer_length  # 0, not -0

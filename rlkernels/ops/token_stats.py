@@ -29,7 +29,7 @@ def token_stats(
     wanted = Wanted(want_entropy, want_lse, want_log_sum_sq_probs, want_mean_logits, want_is_top1)
     stats = empty_row_stats(rows, wanted)
     backends.implementation("token_stats", logits.device).token_stats_forward(rows, stats)
-    return tuple(stats)
+    return stats
 
 
 @token_stats.register_fake
