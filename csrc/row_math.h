@@ -134,7 +134,7 @@ HOST_DEVICE RowStats<T> finish(const RowState<T>& state, T k, T vocab) {
   out.lse = k * state.m + out.log_s;
   out.log_sum_sq_probs = std::log(state.q) - 2 * out.log_s;
   out.mean_logits = k * state.w / vocab;
-  out.is_top1 = state.target >= state.m && state.target > state.max_before_target;
+  out.is_top1 = state.s == state.s && state.target >= state.m && state.target > state.max_before_target;
   if (state.m == -std::numeric_limits<T>::infinity()) {  // an all -inf row has no distribution
     const T nan = std::numeric_limits<T>::quiet_NaN();
     out.logp = out.entropy = out.lse = out.log_sum_sq_probs = out.log_s = nan;
