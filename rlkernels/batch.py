@@ -25,7 +25,7 @@ class PolicyBatch:
     Args:
         targets: `[B, T]` padded, `[N]` or `[1, N]` packed with `cu_seqlens`; `[N]` alone is one sequence. Integer
             labels of the rows of the logits: `logits[i]` scores `targets[i]`. None for `logp_policy_loss` alone.
-        advantages: `[B]`, `[B, 1]` or `targets`' shape.
+        advantages: `[B]`, `[B, 1]` or `targets`' shape (which a `[B]` of N sequences is taken for).
         mask: `targets`' shape, any dtype, nonzero = trained; None: `targets != -100`. A label under mask 0 is
             never read.
         old_logp: `targets`' shape: log-probabilities under the policy that sampled. None: on-policy, the ratio is
@@ -159,10 +159,11 @@ class PolicyBatch:
             if value.device != device:
                 raise ValueError(f"{name}: expected on {device} like the tokens, got {checks.describe(value)}")
 
-    def per_token(self, value: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
-        """A `[B]`, `[B, 1]` or token-shaped value as flat `[N]`, zero under the mask's zeros."""
+    @staticmethod
+    def per_token(value: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
+        """A `[B]`, `[B, 1]` or token-shaped value as flat `[N]`."""
         flat = value.reshape(-1)
-        if flat.shape[0] != segments.tokens or (value.ndim == 2 and value.shape == (segments.count, 1)):
+        if flat.shape[0] != segments.tokens:
             flat = segments.expand(flat)
         return flat.to(dtype)
 

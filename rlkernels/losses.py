@@ -10,7 +10,8 @@ from torch import Tensor
 from rlkernels import checks
 from rlkernels.batch import IGNORE_INDEX, PolicyBatch
 from rlkernels.metrics import Metrics
-from rlkernels.objectives import Objective, PolicyTerms, Tokens
+from rlkernels.objectives import LOG_RATIO_LIMIT, Objective, PolicyTerms, Tokens
+from rlkernels.ops.rows import compute_dtype
 from rlkernels.recipes import ObjectiveFunction, Recipe, resolve
 from rlkernels.reductions import Normalizer, check_reduction, reduce_tokens
 from rlkernels.segments import Segments
@@ -69,26 +70,23 @@ def policy_loss(
         >>> round(out.loss.item(), 6), round(out.metrics["entropy"].item(), 6)
         (-0.2, 2.397895)
     """
-    _check_batch(batch)
+    recipe = _checked_recipe(batch, objective, reduction, normalizer)
     if batch.targets is None or batch.mask is None:
         raise ValueError("batch: expected targets for policy_loss, got None")
-    targets = torch.where(batch.mask, batch.targets, IGNORE_INDEX)
+    segments = batch.check_against(tuple(batch.targets.shape), batch.targets.device)
     if isinstance(temperature, Tensor) and batch.cu_seqlens is not None and temperature.ndim == 1:
-        segments = batch.check_against(tuple(targets.shape), targets.device)
-        if temperature.shape[0] == segments.count:
-            temperature = segments.expand(temperature).reshape(targets.shape)
+        checks.require_shape("temperature", temperature, (segments.count,), (segments.tokens,))
+        temperature = batch.per_token(temperature, segments, temperature.dtype).reshape(batch.targets.shape)
     stats = token_stats(
         logits,
-        targets,
+        torch.where(batch.mask, batch.targets, IGNORE_INDEX),
         temperature=temperature,
         softcap=softcap,
         logit_scale=logit_scale,
         ignore_index=IGNORE_INDEX,
         outputs=("entropy",),
     )
-    return logp_policy_loss(
-        stats.logp, batch, objective, entropy=stats.entropy, reduction=reduction, normalizer=normalizer
-    )
+    return _loss(stats.logp, stats.entropy, batch, segments, recipe)
 
 
 def logp_policy_loss(
@@ -117,15 +115,9 @@ def logp_policy_loss(
         >>> round(rlkernels.logp_policy_loss(logp, batch, "grpo").loss.item(), 6)  # -(1 + 1.2) / 2
         -1.1
     """
-    _check_batch(batch)
+    recipe = _checked_recipe(batch, objective, reduction, normalizer)
     checks.require_tensor("logp", logp)
     checks.require_dtype("logp", logp, checks.FLOAT_DTYPES)
-    recipe = resolve(objective, reduction)
-    if normalizer is None:
-        normalizer = recipe.normalizer
-    check_reduction(recipe.reduction, normalizer)
-    if recipe.needs is not None and getattr(batch, recipe.needs) is None:
-        raise ValueError(f"{recipe.needs}: expected in the batch for objective {objective!r}, got None")
     like = batch.targets if batch.targets is not None else batch.mask
     if like is not None:
         checks.require_shape("logp", logp, tuple(like.shape))
@@ -134,15 +126,44 @@ def logp_policy_loss(
         checks.require_tensor("entropy", entropy)
         checks.require_shape("entropy", entropy, tuple(logp.shape))
         checks.require_same_device("logp", logp, entropy=entropy)
-    dtype = torch.float64 if logp.dtype == torch.float64 else torch.float32
-    packed = _Packed(logp.to(dtype), entropy, batch, segments)
+    elif isinstance(recipe.objective, Objective) and recipe.objective.entropy_coef != 0:
+        raise ValueError(f"entropy: expected with entropy_coef={recipe.objective.entropy_coef}, got None")
+    return _loss(logp, entropy, batch, segments, recipe)
+
+
+def _checked_recipe(
+    batch: PolicyBatch,
+    objective: str | Objective | ObjectiveFunction,
+    reduction: str | None,
+    normalizer: Normalizer | None,
+) -> Recipe:
+    """The recipe with the caller's reduction and normalizer, checked before anything is computed."""
+    if not isinstance(batch, PolicyBatch):
+        raise TypeError(f"batch: expected a PolicyBatch, got {checks.describe(batch)}")
+    recipe = resolve(objective, reduction)
+    if normalizer is not None:
+        recipe = recipe._replace(normalizer=normalizer)
+    check_reduction(recipe.reduction, recipe.normalizer)
+    if recipe.needs is not None and getattr(batch, recipe.needs) is None:
+        raise ValueError(f"{recipe.needs}: expected in the batch for objective {objective!r}, got None")
+    if isinstance(recipe.objective, Objective):
+        recipe.objective.check_batch(batch)
+        if recipe.objective.entropy_coef != 0:
+            check_reduction(*_entropy_reduction(recipe), name="entropy_reduction")
+    return recipe
+
+
+def _loss(logp: Tensor, entropy: Tensor | None, batch: PolicyBatch, segments: Segments, recipe: Recipe) -> PolicyLoss:
+    packed = _Packed(logp.to(compute_dtype(logp.dtype)), entropy, batch, segments)
     if isinstance(recipe.objective, Objective):
         values, policy, kl = _objective_values(recipe.objective, packed)
     else:
         values, policy, kl = _callable_values(recipe.objective, logp, packed), None, None
-    loss = reduce_tokens(values, packed.mask, segments, recipe.reduction, normalizer)
+    loss = reduce_tokens(values, packed.mask, segments, recipe.reduction, recipe.normalizer)
     if isinstance(recipe.objective, Objective) and recipe.objective.entropy_coef != 0:
-        loss = loss - _entropy_bonus(recipe, normalizer, packed)
+        assert packed.entropy is not None
+        bonus = reduce_tokens(packed.entropy, packed.mask, segments, *_entropy_reduction(recipe))
+        loss = loss - recipe.objective.entropy_coef * bonus
     with torch.no_grad():
         metrics = _metrics(packed, policy, kl)
     return PolicyLoss(
@@ -153,9 +174,11 @@ def logp_policy_loss(
     )
 
 
-def _check_batch(batch: PolicyBatch) -> None:
-    if not isinstance(batch, PolicyBatch):
-        raise TypeError(f"batch: expected a PolicyBatch, got {checks.describe(batch)}")
+def _entropy_reduction(recipe: Recipe) -> tuple[str, Normalizer | None]:
+    """The bonus's reduction and normalizer: per token where the loss is, the loss's own where they agree."""
+    assert isinstance(recipe.objective, Objective)
+    reduction = "none" if recipe.reduction == "none" else recipe.objective.entropy_reduction
+    return reduction, recipe.normalizer if reduction == recipe.reduction else None
 
 
 class _Packed:
@@ -198,8 +221,7 @@ def _objective_values(objective: Objective, packed: _Packed) -> tuple[Tensor, Po
     values = _scaled(policy.loss, packed.policy_weight)
     kl = None
     if objective.kl_coef != 0:
-        if packed.ref_logp is None:
-            raise ValueError(f"ref_logp: expected in the batch with kl_coef={objective.kl_coef}, got None")
+        assert packed.ref_logp is not None
         kl = objective.kl_terms(packed.logp, packed.ref_logp, policy.ratio)
         values = values + objective.kl_coef * kl
     return torch.where(packed.mask, _scaled(values, packed.weight), 0), policy, kl
@@ -212,19 +234,6 @@ def _callable_values(function: ObjectiveFunction, logp: Tensor, packed: _Packed)
     return torch.where(packed.mask, values.reshape(-1), 0)
 
 
-def _entropy_bonus(recipe: Recipe, normalizer: Normalizer | None, packed: _Packed) -> Tensor:
-    objective = recipe.objective
-    assert isinstance(objective, Objective)
-    if packed.entropy is None:
-        raise ValueError(f"entropy: expected with entropy_coef={objective.entropy_coef}, got None")
-    reduction = "none" if recipe.reduction == "none" else objective.entropy_reduction
-    own_normalizer = normalizer if reduction == recipe.reduction else None
-    check_reduction(reduction, own_normalizer, name="entropy_reduction")
-    return objective.entropy_coef * reduce_tokens(
-        packed.entropy, packed.mask, packed.segments, reduction, own_normalizer
-    )
-
-
 def _metrics(packed: _Packed, policy: PolicyTerms | None, kl: Tensor | None) -> Metrics:
     mask, segments = packed.mask, packed.segments
     count = mask.sum().to(packed.logp.dtype)
@@ -232,7 +241,7 @@ def _metrics(packed: _Packed, policy: PolicyTerms | None, kl: Tensor | None) -> 
     def mean(values: Tensor) -> tuple[Tensor, Tensor]:
         return torch.where(mask, values, 0).sum(dtype=packed.logp.dtype), count
 
-    log_ratio = packed.tokens.log_ratio.detach().clamp(-80.0, 80.0)
+    log_ratio = packed.tokens.log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     means = {"approx_kl_k1": mean(-log_ratio), "approx_kl_k3": mean(torch.expm1(log_ratio) - log_ratio)}
     minima, maxima = {}, {}
     if policy is not None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rlkernels import checks
+from rlkernels.batch import PolicyBatch
 from rlkernels.reductions import REDUCTIONS
 from rlkernels.segments import Segments
 
@@ -97,7 +98,7 @@ class Objective:
     def __post_init__(self) -> None:
         checks.require_choice("level", self.level, LEVELS)
         checks.require_choice("kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
-        checks.require_choice("entropy_reduction", self.entropy_reduction, REDUCTIONS)
+        checks.require_choice("entropy_reduction", self.entropy_reduction, REDUCTIONS[:-1])
         for name in ("log_ratio_clamp", "kl_clamp"):
             self._require_positive(name, optional=True)
         checks.require_number("kl_coef", self.kl_coef, at_least=0.0)
@@ -108,6 +109,11 @@ class Objective:
         ):
             if value and self.kl_coef == 0:
                 raise ValueError(f"{name}: expected no value without kl_coef, got {value!r}")
+
+    def check_batch(self, batch: PolicyBatch) -> None:
+        """Raises ValueError if the batch lacks what the objective needs."""
+        if self.kl_coef != 0 and batch.ref_logp is None:
+            raise ValueError(f"ref_logp: expected in the batch with kl_coef={self.kl_coef}, got None")
 
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
         raise TypeError(f"{type(self).__name__} is a base class; use one of its subclasses")
@@ -372,9 +378,12 @@ class NFT(Objective):
         if not 0 < low <= high < 1:
             raise ValueError(f"rate_clamp: expected 0 < low <= high < 1, got {self.rate_clamp!r}")
 
-    def policy_terms(self, tokens: Tokens) -> PolicyTerms:
-        if "success_rate" not in tokens.extras:
+    def check_batch(self, batch: PolicyBatch) -> None:
+        super().check_batch(batch)
+        if "success_rate" not in batch.extras:
             raise ValueError("extras: expected 'success_rate' [B] for NFT, got none")
+
+    def policy_terms(self, tokens: Tokens) -> PolicyTerms:
         rate = tokens.extras["success_rate"].clamp(*self.rate_clamp)
         log_ratio = self.clamped_log_ratio(tokens).clamp(max=self.log_ratio_max)
         ratio = limited_exp(log_ratio)

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlkernels import checks
 from rlkernels.batch import PolicyBatch
 from rlkernels.objectives import CISPO, GMPO, GRPO, GSPO, NFT, SAPO, GSPOToken, Objective, Reinforce
+from rlkernels.reductions import Normalizer
 
 ObjectiveFunction = Callable[[Tensor, PolicyBatch], Tensor]
 
@@ -17,7 +18,7 @@ ObjectiveFunction = Callable[[Tensor, PolicyBatch], Tensor]
 class Recipe(NamedTuple):
     objective: Objective | ObjectiveFunction
     reduction: str
-    normalizer: float | None = None
+    normalizer: Normalizer | None = None
     needs: str | None = None  # a tensor of the batch without which the name would be untrue
 
 
@@ -38,25 +39,30 @@ RECIPES = {
     "verifree": Recipe(Reinforce(), "seq_mean_token_sum"),
 }
 
-_DEFAULT_REDUCTION = "token_mean"
+_RECIPE_OF_CLASS = {
+    GRPO: "grpo",
+    GSPO: "gspo",
+    GSPOToken: "gspo_token",
+    GMPO: "gmpo",
+    CISPO: "cispo",
+    SAPO: "sapo",
+    NFT: "nft",
+    Reinforce: "reinforce",
+}
 
 
 def resolve(objective: str | Objective | ObjectiveFunction, reduction: str | None) -> Recipe:
-    """The recipe of a name, or of an objective with the reduction of the recipe that has its class.
+    """The recipe of a name; an instance takes the reduction of its class's recipe, anything else `token_mean`.
 
-    A callable has no recipe; its default reduction is `token_mean`. A given `reduction` replaces the recipe's
-    reduction and normaliser.
+    A given `reduction` replaces the recipe's reduction and normaliser.
     """
     if isinstance(objective, str):
         checks.require_choice("objective", objective, RECIPES)
         recipe = RECIPES[objective]
-    elif isinstance(objective, Objective):
-        recipe = Recipe(objective, _DEFAULT_REDUCTION)
-        for known in ("grpo", "gspo", "gspo_token", "gmpo", "cispo", "sapo", "nft", "reinforce"):
-            if type(objective) is type(RECIPES[known].objective):
-                recipe = RECIPES[known]._replace(objective=objective)
-    elif callable(objective):
-        recipe = Recipe(objective, _DEFAULT_REDUCTION)
+    elif type(objective) in _RECIPE_OF_CLASS:
+        recipe = RECIPES[_RECIPE_OF_CLASS[type(objective)]]._replace(objective=objective)
+    elif isinstance(objective, Objective) or callable(objective):
+        recipe = Recipe(objective, "token_mean")
     else:
         raise TypeError(
             f"objective: expected a recipe's name, an objective or a callable, got {checks.describe(objective)}"

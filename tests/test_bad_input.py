@@ -144,7 +144,7 @@ BAD_FIELDS = {
     "kl_clamp": lambda: GRPO(kl_clamp=10.0),
     "kl_importance_weighted": lambda: GRPO(kl_importance_weighted=True),
     "log_ratio_clamp": lambda: GRPO(log_ratio_clamp=0.0),
-    "entropy_reduction": lambda: GRPO(entropy_reduction="mean"),
+    "entropy_reduction": lambda: GRPO(entropy_reduction="none"),
 }
 
 
