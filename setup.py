@@ -43,6 +43,7 @@ setup(
     packages=[
         "rlkernels",
         "rlkernels.backends",
+        "rlkernels.cli",
         "rlkernels.credit",
         "rlkernels.ops",
         "rlkernels.triton_kernels",

@@ -1,0 +1,65 @@
+"""How benchmarks are measured and what they leave in `extra_info` for the report."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from rlkernels.cli.measure import seconds
+
+
+class Shape(NamedTuple):
+    """Sizes of a run."""
+
+    tokens: int
+    vocab: int
+    groups: int
+    responses: int  # of a group
+    length: int  # of a response, in tokens
+    rounds: int  # of what takes a second
+    short_rounds: int  # of what takes milliseconds, where more are needed against noise
+
+
+def compare(
+    benchmark: BenchmarkFixture,
+    title: str,
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    subject: str,
+    baseline: str,
+    tokens: int,
+    rounds: int,
+) -> None:
+    """Times `subject` with pytest-benchmark and, before each of its rounds, every other call once.
+
+    A ratio is then of calls that took turns within one run: a slow spell of the machine hits all of them.
+    The report divides by `baseline`'s median.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls if name != subject}
+
+    def others_take_their_turn() -> None:
+        for name in times:
+            times[name].append(seconds(calls[name]))
+
+    def subject_takes_its_turn() -> None:
+        calls[subject]()  # returns nothing, so that freeing the result is timed as it is for the others
+
+    benchmark.pedantic(subject_takes_its_turn, setup=others_take_their_turn, rounds=rounds, warmup_rounds=1)
+    benchmark.extra_info["comparison"] = {
+        "title": title,
+        "subject": subject,
+        "baseline": baseline,
+        "tokens": tokens,
+        "other_medians": {name: statistics.median(values[-rounds:]) for name, values in times.items()},
+    }
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Such as `bf16 [512, 151,936]`: rows and columns."""
+    names = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+    sizes = (tensor.numel() // tensor.shape[-1], tensor.shape[-1])
+    return f"{names[tensor.dtype]} [{', '.join(f'{size:,}' for size in sizes)}]"

@@ -1,0 +1,1 @@
+"""What `python -m rlkernels` runs; nothing else imports it."""

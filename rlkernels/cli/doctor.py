@@ -1,0 +1,28 @@
+"""`python -m rlkernels doctor`: every backend, and why one is unavailable."""
+
+from __future__ import annotations
+
+import torch
+
+import rlkernels
+from rlkernels import backends
+from rlkernels.cli import machine
+
+
+def run() -> int:
+    """Prints the report; 1 if the selected backend cannot run here, else 0."""
+    for label, value in machine.summary().items():
+        print(f"{label:<13}{value}")
+    print()
+    for name in backends.NAMES:
+        reason = backends.why_unavailable(name)
+        print(f"{name:<13}{'available' if reason is None else 'unavailable':<13}{reason or ''}".rstrip())
+    print()
+    try:
+        print(f"selected     {rlkernels.backend()}")
+        for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+            print(f"{device} tensors: {backends.choose(torch.device(device))}")
+    except (ValueError, RuntimeError) as error:
+        print(error)
+        return 1
+    return 0
