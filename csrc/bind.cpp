@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "cpu/dispatch.h"
+#include "row_math.h"
 
 namespace py = pybind11;
 
@@ -42,32 +43,40 @@ PYBIND11_MODULE(_native, m) {
       .def(py::init(&row_scaling), py::kw_only(), py::arg("temperature"), py::arg("temperature_stride"),
            py::arg("softcap"), py::arg("logit_scale"));
 
+  m.attr("row_state_bytes") = sizeof(rlk::RowState<double>);
+
   m.def(
       "token_stats_forward",
-      [](const rlk::LogitsView& logits, const rlk::RowScaling& scaling, uintptr_t targets, int64_t ignore_index,
-         uintptr_t logp, uintptr_t entropy, uintptr_t lse, uintptr_t log_sum_sq_probs, uintptr_t mean_logits,
-         uintptr_t is_top1, uintptr_t row_max, uintptr_t log_sum_exp, int threads) {
-        rlk::token_stats_forward({logits, pointer<int64_t>(targets), ignore_index, scaling, pointer(logp),
-                                  pointer(entropy), pointer(lse), pointer(log_sum_sq_probs), pointer(mean_logits),
-                                  pointer<uint8_t>(is_top1), pointer(row_max), pointer(log_sum_exp), threads});
+      [](const rlk::LogitsView& logits, const rlk::RowScaling& scaling, int64_t vocab, int64_t vocab_start,
+         uintptr_t targets, int64_t ignore_index, uintptr_t logp, uintptr_t entropy, uintptr_t lse,
+         uintptr_t log_sum_sq_probs, uintptr_t mean_logits, uintptr_t is_top1, uintptr_t row_max, uintptr_t log_sum_exp,
+         uintptr_t states, int threads) {
+        const rlk::RowStatsOut out = {
+            pointer(logp),        pointer(entropy),          pointer(lse),     pointer(log_sum_sq_probs),
+            pointer(mean_logits), pointer<uint8_t>(is_top1), pointer(row_max), pointer(log_sum_exp)};
+        rlk::token_stats_forward({logits, vocab, vocab_start, pointer<int64_t>(targets), ignore_index, scaling, out,
+                                  pointer(states), threads});
       },
-      py::kw_only(), py::arg("logits"), py::arg("scaling"), py::arg("targets"), py::arg("ignore_index"),
-      py::arg("logp"), py::arg("entropy"), py::arg("lse"), py::arg("log_sum_sq_probs"), py::arg("mean_logits"),
-      py::arg("is_top1"), py::arg("row_max"), py::arg("log_sum_exp"), py::arg("threads"),
-      py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("logits"), py::arg("scaling"), py::arg("vocab"), py::arg("vocab_start"),
+      py::arg("targets"), py::arg("ignore_index"), py::arg("logp"), py::arg("entropy"), py::arg("lse"),
+      py::arg("log_sum_sq_probs"), py::arg("mean_logits"), py::arg("is_top1"), py::arg("row_max"),
+      py::arg("log_sum_exp"), py::arg("states"), py::arg("threads"), py::call_guard<py::gil_scoped_release>());
 
   m.def(
       "token_stats_backward",
-      [](const rlk::LogitsView& logits, const rlk::RowScaling& scaling, uintptr_t targets, int64_t ignore_index,
-         uintptr_t dlogp, uintptr_t dentropy, uintptr_t dlse, uintptr_t row_max, uintptr_t log_sum_exp,
-         uintptr_t entropy, uintptr_t dlogits, int threads) {
-        rlk::token_stats_backward({logits, pointer<int64_t>(targets), ignore_index, scaling, pointer(dlogp),
-                                   pointer(dentropy), pointer(dlse), pointer(row_max), pointer(log_sum_exp),
-                                   pointer(entropy), pointer(dlogits), threads});
+      [](const rlk::LogitsView& logits, const rlk::RowScaling& scaling, int64_t vocab, int64_t vocab_start,
+         uintptr_t targets, int64_t ignore_index, uintptr_t dlogp, uintptr_t dentropy, uintptr_t dlse,
+         uintptr_t row_max, uintptr_t log_sum_exp, uintptr_t entropy, uintptr_t dlogits, uintptr_t dtarget,
+         int threads) {
+        rlk::token_stats_backward({logits, vocab, vocab_start, pointer<int64_t>(targets), ignore_index, scaling,
+                                   pointer(dlogp), pointer(dentropy), pointer(dlse), pointer(row_max),
+                                   pointer(log_sum_exp), pointer(entropy), pointer(dlogits), pointer(dtarget),
+                                   threads});
       },
-      py::kw_only(), py::arg("logits"), py::arg("scaling"), py::arg("targets"), py::arg("ignore_index"),
-      py::arg("dlogp"), py::arg("dentropy"), py::arg("dlse"), py::arg("row_max"), py::arg("log_sum_exp"),
-      py::arg("entropy"), py::arg("dlogits"), py::arg("threads"), py::call_guard<py::gil_scoped_release>());
+      py::kw_only(), py::arg("logits"), py::arg("scaling"), py::arg("vocab"), py::arg("vocab_start"),
+      py::arg("targets"), py::arg("ignore_index"), py::arg("dlogp"), py::arg("dentropy"), py::arg("dlse"),
+      py::arg("row_max"), py::arg("log_sum_exp"), py::arg("entropy"), py::arg("dlogits"), py::arg("dtarget"),
+      py::arg("threads"), py::call_guard<py::gil_scoped_release>());
 
   m.def(
       "prefix_counts",

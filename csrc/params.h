@@ -27,12 +27,8 @@ struct RowScaling {
   const void* logit_scale;     // [1]
 };
 
-struct TokenStatsForwardParams {
-  LogitsView logits;
-  const int64_t* targets;  // [rows]
-  int64_t ignore_index;
-  RowScaling scaling;
-  // [rows] in the compute type; null where not asked for
+// One value a row, in the compute type; null where not asked for.
+struct RowStatsOut {
   void* logp;
   void* entropy;
   void* lse;
@@ -41,11 +37,27 @@ struct TokenStatsForwardParams {
   uint8_t* is_top1;
   void* row_max;      // m, of the untempered logits (of tanh under softcap): saved for backward
   void* log_sum_exp;  // log s: saved for backward
+
+  bool needs_all_sums() const { return log_sum_sq_probs || mean_logits || is_top1; }
+};
+
+// Statistics of columns [vocab_start, vocab_start + logits.vocab) of rows of `vocab` columns: all of them at once, or
+// tiles from left to right.
+struct TokenStatsForwardParams {
+  LogitsView logits;
+  int64_t vocab, vocab_start;
+  const int64_t* targets;  // [rows]
+  int64_t ignore_index;
+  RowScaling scaling;
+  RowStatsOut out;  // written with the last column; before that it only says what will be asked for
+  void* states;     // [rows] RowState<double>, started by the first tile; may be null where one tile is all
   int threads;
 };
 
+// Gradient of columns [vocab_start, vocab_start + logits.vocab): all of them, or a tile.
 struct TokenStatsBackwardParams {
   LogitsView logits;
+  int64_t vocab, vocab_start;
   const int64_t* targets;
   int64_t ignore_index;
   RowScaling scaling;
@@ -57,7 +69,8 @@ struct TokenStatsBackwardParams {
   const void* row_max;
   const void* log_sum_exp;
   const void* entropy;
-  void* dlogits;  // [rows, vocab] contiguous, logits' dtype; every element is written
+  void* dlogits;  // [rows, logits.vocab] contiguous, logits' dtype; every element is written; may be the logits
+  void* dtarget;  // [rows] in the compute type: takes the target's gradient, which is 0 in dlogits then; or null
   int threads;
 };
 

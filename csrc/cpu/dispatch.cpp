@@ -67,8 +67,8 @@ void check_rows(const Params& params) {
   const int64_t rows = params.logits.rows();
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t target = params.targets[row];
-    if (target != params.ignore_index && (target < 0 || target >= params.logits.vocab)) {
-      fail("targets: expected labels in [0, ", params.logits.vocab, ") or ignore_index ", params.ignore_index, ", got ",
+    if (target != params.ignore_index && (target < 0 || target >= params.vocab)) {
+      fail("targets: expected labels in [0, ", params.vocab, ") or ignore_index ", params.ignore_index, ", got ",
            target, " at row ", row);
     }
   }

@@ -189,46 +189,62 @@ void write(void* out, int64_t row, double value) {
   if (out) static_cast<T*>(out)[row] = static_cast<T>(value);
 }
 
+// Appends columns [vocab_start, vocab_start + logits.vocab) of one row.
 template <class Elem, bool kEntropy, bool kExtras>
-void forward_row(const TokenStatsForwardParams& p, int64_t row) {
+void push_row(const LogitsView& view, int64_t row, int64_t vocab_start, int64_t target,
+              const RowTransform<typename VectorOf<Elem>::type::Scalar>& transform, RowState<double>* state) {
   using V = typename VectorOf<Elem>::type;
   using T = typename V::Scalar;
-  const int64_t target = p.targets[row];
-  RowStats<double> stats = {};
-  RowState<double> state;
-  if (target == p.ignore_index) {
-    state.m = 0;
-  } else {
-    const RowTransform<T> transform = transform_of_row<T>(p.scaling, row);
-    const Elem* logits = static_cast<const Elem*>(p.logits.data) + p.logits.row_offset(row);
-    alignas(64) Elem gathered[kSegment];
-    alignas(64) T capped[kSegment];
-    for (int64_t begin = 0; begin < p.logits.vocab; begin += kSegment) {
-      const int64_t n = p.logits.vocab - begin < kSegment ? p.logits.vocab - begin : kSegment;
-      const Elem* x = contiguous_segment(logits, p.logits.stride_vocab, begin, n, gathered);
-      RowState<double> segment;
-      if (transform.capped) {
-        softcap_segment<V>(x, n, transform.inner_scale, capped);
-        segment = located_state<V, kEntropy, kExtras>(capped, begin, n, target, transform.k_log2e);
-      } else {
-        segment = located_state<V, kEntropy, kExtras>(x, begin, n, target, transform.k_log2e);
-      }
-      state.target += segment.target;
-      if (kExtras && segment.max_before_target > state.max_before_target) {
-        state.max_before_target = segment.max_before_target;
-      }
-      state.merge(segment, transform.k);
+  const Elem* logits = static_cast<const Elem*>(view.data) + view.row_offset(row);
+  alignas(64) Elem gathered[kSegment];
+  alignas(64) T capped[kSegment];
+  for (int64_t begin = 0; begin < view.vocab; begin += kSegment) {
+    const int64_t n = view.vocab - begin < kSegment ? view.vocab - begin : kSegment;
+    const int64_t y = target - vocab_start;
+    const Elem* x = contiguous_segment(logits, view.stride_vocab, begin, n, gathered);
+    RowState<double> segment;
+    if (transform.capped) {
+      softcap_segment<V>(x, n, transform.inner_scale, capped);
+      segment = located_state<V, kEntropy, kExtras>(capped, begin, n, y, transform.k_log2e);
+    } else {
+      segment = located_state<V, kEntropy, kExtras>(x, begin, n, y, transform.k_log2e);
     }
-    stats = finish(state, transform.k, static_cast<double>(p.logits.vocab));
+    state->target += segment.target;
+    if (kExtras && segment.max_before_target > state->max_before_target) {
+      state->max_before_target = segment.max_before_target;
+    }
+    state->merge(segment, transform.k);
   }
-  write<T>(p.logp, row, stats.logp);
-  write<T>(p.entropy, row, stats.entropy);
-  write<T>(p.lse, row, stats.lse);
-  write<T>(p.log_sum_sq_probs, row, stats.log_sum_sq_probs);
-  write<T>(p.mean_logits, row, stats.mean_logits);
-  if (p.is_top1) p.is_top1[row] = stats.is_top1;
-  write<T>(p.row_max, row, state.m);
-  write<T>(p.log_sum_exp, row, stats.log_s);
+}
+
+template <class T>
+void write_stats(const RowStatsOut& out, int64_t row, double m, const RowStats<double>& stats) {
+  write<T>(out.logp, row, stats.logp);
+  write<T>(out.entropy, row, stats.entropy);
+  write<T>(out.lse, row, stats.lse);
+  write<T>(out.log_sum_sq_probs, row, stats.log_sum_sq_probs);
+  write<T>(out.mean_logits, row, stats.mean_logits);
+  if (out.is_top1) out.is_top1[row] = stats.is_top1;
+  write<T>(out.row_max, row, m);
+  write<T>(out.log_sum_exp, row, stats.log_s);
+}
+
+template <class Elem, bool kEntropy, bool kExtras>
+void push(const TokenStatsForwardParams& p, int64_t row) {
+  using T = typename VectorOf<Elem>::type::Scalar;
+  const bool is_last = p.vocab_start + p.logits.vocab == p.vocab;
+  if (p.targets[row] == p.ignore_index) {
+    if (is_last) write_stats<T>(p.out, row, 0.0, {});
+    return;
+  }
+  RowState<double> fresh;
+  RowState<double>* state = p.states ? static_cast<RowState<double>*>(p.states) + row : &fresh;
+  if (p.vocab_start == 0) *state = RowState<double>();
+  const RowTransform<T> transform = transform_of_row<T>(p.scaling, row);
+  push_row<Elem, kEntropy, kExtras>(p.logits, row, p.vocab_start, p.targets[row], transform, state);
+  if (is_last) {
+    write_stats<T>(p.out, row, state->m, finish(*state, transform.k, static_cast<double>(p.vocab)));
+  }
 }
 
 template <class V, bool kStream, class Elem>
@@ -280,12 +296,12 @@ template <class Elem, bool kStream>
 void backward_row(const TokenStatsBackwardParams& p, int64_t row) {
   using V = typename VectorOf<Elem>::type;
   using T = typename V::Scalar;
-  const int64_t vocab = p.logits.vocab;
-  Elem* out = static_cast<Elem*>(p.dlogits) + row * vocab;
+  const int64_t width = p.logits.vocab;
+  Elem* out = static_cast<Elem*>(p.dlogits) + row * width;
   const int64_t target = p.targets[row];
   const T dlogp = upstream<T>(p.dlogp, row), dentropy = upstream<T>(p.dentropy, row), dlse = upstream<T>(p.dlse, row);
   if (target == p.ignore_index || (dlogp == 0 && dentropy == 0 && dlse == 0)) {
-    std::memset(out, 0, vocab * sizeof(Elem));
+    std::memset(out, 0, width * sizeof(Elem));
     return;
   }
   const RowTransform<T> transform = transform_of_row<T>(p.scaling, row);
@@ -296,8 +312,12 @@ void backward_row(const TokenStatsBackwardParams& p, int64_t row) {
 
   const Elem* logits = static_cast<const Elem*>(p.logits.data) + p.logits.row_offset(row);
   alignas(64) Elem gathered[kSegment];
-  for (int64_t begin = 0; begin < vocab; begin += kSegment) {
-    const int64_t n = vocab - begin < kSegment ? vocab - begin : kSegment;
+  const int64_t y = target - p.vocab_start;
+  const bool has_target = y >= 0 && y < width;
+  // read before the gradient may take the logits' place
+  double u = has_target ? widen(logits[y * p.logits.stride_vocab]) : 0.0, tanh_slope = 1;
+  for (int64_t begin = 0; begin < width; begin += kSegment) {
+    const int64_t n = width - begin < kSegment ? width - begin : kSegment;
     const Elem* x = contiguous_segment(logits, p.logits.stride_vocab, begin, n, gathered);
     if (transform.capped) {
       segment_gradient<V, true, kStream>(x, n, transform, m, a, b, out + begin);
@@ -307,13 +327,19 @@ void backward_row(const TokenStatsBackwardParams& p, int64_t row) {
   }
   if (kStream) stream_fence();
 
-  double u = widen(logits[target * p.logits.stride_vocab]), slope = 1;
+  if (!has_target) return;
   if (transform.capped) {
     const Tanh<double> tanh = tanh_with_slope(transform.inner_scale * u);
     u = tanh.value;
-    slope = tanh.slope;
+    tanh_slope = tanh.slope;
   }
-  narrow(static_cast<T>(gradient.target(transform.k * (u - m)) * slope), out + target);
+  const T dtarget = static_cast<T>(gradient.target(transform.k * (u - m)) * tanh_slope);
+  if (p.dtarget) {
+    static_cast<T*>(p.dtarget)[row] = dtarget;
+    out[y] = Elem{};
+  } else {
+    narrow(dtarget, out + y);
+  }
 }
 
 int64_t rows_per_piece(const LogitsView& logits, size_t elem_bytes) {
@@ -323,17 +349,16 @@ int64_t rows_per_piece(const LogitsView& logits, size_t elem_bytes) {
 
 template <class Elem>
 void forward(const TokenStatsForwardParams& p) {
-  const bool extras = p.log_sum_sq_probs || p.mean_logits || p.is_top1;
   const auto run = [&](auto row_function) {
     for_each_row(p.logits.rows(), rows_per_piece(p.logits, sizeof(Elem)), p.threads,
                  [&](int64_t row) { row_function(p, row); });
   };
-  if (extras) {
-    run([](const auto& params, int64_t row) { forward_row<Elem, true, true>(params, row); });
-  } else if (p.entropy) {
-    run([](const auto& params, int64_t row) { forward_row<Elem, true, false>(params, row); });
+  if (p.out.needs_all_sums()) {
+    run([](const auto& params, int64_t row) { push<Elem, true, true>(params, row); });
+  } else if (p.out.entropy) {
+    run([](const auto& params, int64_t row) { push<Elem, true, false>(params, row); });
   } else {
-    run([](const auto& params, int64_t row) { forward_row<Elem, false, false>(params, row); });
+    run([](const auto& params, int64_t row) { push<Elem, false, false>(params, row); });
   }
 }
 
@@ -341,7 +366,8 @@ template <class Elem>
 void backward(const TokenStatsBackwardParams& p) {
   const int64_t row_bytes = p.logits.vocab * static_cast<int64_t>(sizeof(Elem));
   const bool aligned = reinterpret_cast<uintptr_t>(p.dlogits) % 64 == 0 && row_bytes % 64 == 0;
-  const bool stream = aligned && p.logits.rows() * row_bytes >= kStreamFromBytes;
+  // a tile is wanted again at once, from the cache
+  const bool stream = aligned && p.dlogits != p.logits.data && p.logits.rows() * row_bytes >= kStreamFromBytes;
   for_each_row(p.logits.rows(), rows_per_piece(p.logits, sizeof(Elem)), p.threads, [&](int64_t row) {
     if (stream) {
       backward_row<Elem, true>(p, row);
