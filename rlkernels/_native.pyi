@@ -6,6 +6,8 @@ class LogitsView:
 class RowScaling:
     def __init__(self, *, temperature: int, temperature_stride: int, softcap: int, logit_scale: int) -> None: ...
 
+row_state_bytes: int
+
 def available_isas() -> list[str]: ...
 def current_isa() -> str: ...
 def set_isa(name: str) -> None: ...
@@ -13,6 +15,8 @@ def token_stats_forward(
     *,
     logits: LogitsView,
     scaling: RowScaling,
+    vocab: int,
+    vocab_start: int,
     targets: int,
     ignore_index: int,
     logp: int,
@@ -23,12 +27,15 @@ def token_stats_forward(
     is_top1: int,
     row_max: int,
     log_sum_exp: int,
+    states: int,
     threads: int,
 ) -> None: ...
 def token_stats_backward(
     *,
     logits: LogitsView,
     scaling: RowScaling,
+    vocab: int,
+    vocab_start: int,
     targets: int,
     ignore_index: int,
     dlogp: int,
@@ -38,6 +45,7 @@ def token_stats_backward(
     log_sum_exp: int,
     entropy: int,
     dlogits: int,
+    dtarget: int,
     threads: int,
 ) -> None: ...
 def prefix_counts(

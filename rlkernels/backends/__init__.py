@@ -111,9 +111,14 @@ def choose(device: torch.device) -> str:
 
 
 _MODULES = {
-    "cpu": {"token_stats": "rlkernels.backends.native", "prefix_counts": "rlkernels.backends.native"},
+    "cpu": {
+        "token_stats": "rlkernels.backends.native",
+        "linear_token_stats": "rlkernels.backends.native",
+        "prefix_counts": "rlkernels.backends.native",
+    },
     "triton": {
         "token_stats": "rlkernels.triton_kernels.token_stats",
+        "linear_token_stats": "rlkernels.triton_kernels.token_stats",
         "prefix_counts": "rlkernels.triton_kernels.prefix_counts",
     },
 }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlkernels import _native
-from rlkernels.ops.rows import Rows, RowStats, SavedStats, Upstream
+from rlkernels.ops.rows import Rows, RowStats, SavedStats, Tile, Upstream
 
 _DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -21,7 +21,8 @@ def _addresses(tensors: dict[str, Tensor | None]) -> dict[str, Any]:
     return {name: _address(tensor) for name, tensor in tensors.items()}
 
 
-def _views(rows: Rows) -> dict[str, Any]:
+def _views(rows: Rows, tile: Tile | None) -> dict[str, Any]:
+    vocab = rows.logits.shape[-1]
     return {
         "logits": _native.LogitsView(
             data=_address(rows.logits),
@@ -35,19 +36,33 @@ def _views(rows: Rows) -> dict[str, Any]:
             softcap=_address(rows.softcap),
             logit_scale=_address(rows.logit_scale),
         ),
+        "vocab": vocab if tile is None else tile.vocab,
+        "vocab_start": 0 if tile is None else tile.start,
         "targets": _address(rows.targets),
         "ignore_index": rows.ignore_index,
         "threads": torch.get_num_threads(),
     }
 
 
-def token_stats_forward(rows: Rows, stats: RowStats) -> None:
-    _native.token_stats_forward(**_views(rows), **_addresses(stats._asdict()))
+def empty_states(count: int, logits: Tensor) -> Tensor:
+    """`[count, ...]` row states for a sweep in tiles; the first tile starts them, column 0 is the running maximum."""
+    return logits.new_empty(count, _native.row_state_bytes // 8, dtype=torch.float64)
 
 
-def token_stats_backward(rows: Rows, saved: SavedStats, upstream: Upstream, dlogits: Tensor) -> None:
-    tensors = {**saved._asdict(), **upstream._asdict(), "dlogits": dlogits}
-    _native.token_stats_backward(**_views(rows), **_addresses(tensors))
+def token_stats_forward(rows: Rows, stats: RowStats, tile: Tile | None = None, states: Tensor | None = None) -> None:
+    _native.token_stats_forward(**_views(rows, tile), **_addresses(stats._asdict()), states=_address(states))
+
+
+def token_stats_backward(
+    rows: Rows,
+    saved: SavedStats,
+    upstream: Upstream,
+    dlogits: Tensor,
+    tile: Tile | None = None,
+    dtarget: Tensor | None = None,
+) -> None:
+    tensors = {**saved._asdict(), **upstream._asdict(), "dlogits": dlogits, "dtarget": dtarget}
+    _native.token_stats_backward(**_views(rows, tile), **_addresses(tensors))
 
 
 def prefix_counts(token_ids: Tensor, lengths: Tensor, row_order: Tensor, group_starts: Tensor, counts: Tensor) -> None:

@@ -24,6 +24,13 @@ class Rows(NamedTuple):
     ignore_index: int
 
 
+class Tile(NamedTuple):
+    """Which columns of the vocabulary the logits of `Rows` are: `[start, start + logits.shape[-1])` of `vocab`."""
+
+    start: int
+    vocab: int
+
+
 class Wanted(NamedTuple):
     """Which statistics are written besides logp and those that backward needs."""
 

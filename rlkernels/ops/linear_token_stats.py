@@ -1,0 +1,134 @@
+"""`rlkernels::linear_token_stats` and `rlkernels::linear_token_stats_backward`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlkernels import backends
+from rlkernels.ops.linear_rows import LinearRows, empty_linear_stats, linear_backward, linear_forward
+from rlkernels.ops.rows import RowStats, SavedStats, Upstream, Wanted, compute_dtype
+from rlkernels.ops.token_stats import refuse_double_backward
+
+
+@torch.library.custom_op("rlkernels::linear_token_stats", mutates_args=())
+def linear_token_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    softcap: Tensor | None,
+    logit_scale: Tensor,
+    ignore_index: int,
+    want_entropy: bool,
+    want_lse: bool,
+    want_log_sum_sq_probs: bool,
+    want_mean_logits: bool,
+    want_is_top1: bool,
+    with_direction: bool,
+    chunk_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows = LinearRows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
+    wanted = Wanted(want_entropy, want_lse, want_log_sum_sq_probs, want_mean_logits, want_is_top1)
+    kernels = backends.implementation("linear_token_stats", hidden.device)
+    stats, direction = linear_forward(rows, wanted, chunk_bytes, kernels, with_direction)
+    return (*stats, direction)
+
+
+@linear_token_stats.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    softcap: Tensor | None,
+    logit_scale: Tensor,
+    ignore_index: int,
+    want_entropy: bool,
+    want_lse: bool,
+    want_log_sum_sq_probs: bool,
+    want_mean_logits: bool,
+    want_is_top1: bool,
+    with_direction: bool,
+    chunk_bytes: int,
+) -> tuple[Tensor, ...]:
+    rows = LinearRows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
+    wanted = Wanted(want_entropy, want_lse, want_log_sum_sq_probs, want_mean_logits, want_is_top1)
+    return (*empty_linear_stats(rows, wanted), _empty_direction(rows, with_direction))
+
+
+def _empty_direction(rows: LinearRows, with_direction: bool) -> Tensor:
+    shape = rows.hidden.shape if with_direction else (0,)
+    return rows.hidden.new_empty(shape, dtype=compute_dtype(rows.hidden.dtype))
+
+
+@torch.library.custom_op("rlkernels::linear_token_stats_backward", mutates_args=())
+def linear_token_stats_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor,
+    softcap: Tensor | None,
+    logit_scale: Tensor,
+    ignore_index: int,
+    row_max: Tensor,
+    log_sum_exp: Tensor,
+    entropy: Tensor,
+    dlogp: Tensor | None,
+    dentropy: Tensor | None,
+    dlse: Tensor | None,
+    need_hidden: bool,
+    need_weight: bool,
+    need_bias: bool,
+    chunk_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = LinearRows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
+    saved, upstream = SavedStats(row_max, log_sum_exp, entropy), Upstream(dlogp, dentropy, dlse)
+    kernels = backends.implementation("linear_token_stats", hidden.device)
+    return linear_backward(rows, saved, upstream, (need_hidden, need_weight, need_bias), chunk_bytes, kernels)
+
+
+@linear_token_stats_backward.register_fake
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    need_hidden, need_weight, need_bias, _chunk_bytes = rest[-4:]
+    return (
+        hidden.new_empty(hidden.shape if need_hidden else (0,)),
+        weight.new_empty(weight.shape if need_weight else (0,)),
+        weight.new_empty(weight.shape[:1] if need_bias else (0,)),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    rows, stats, direction = LinearRows(*inputs[: len(LinearRows._fields)]), RowStats(*output[:-1]), output[-1]
+    ctx.ignore_index, ctx.chunk_bytes = rows.ignore_index, inputs[-1]
+    ctx.save_for_backward(*rows[:-1], stats.row_max, stats.log_sum_exp, stats.entropy, direction)
+    ctx.mark_non_differentiable(
+        stats.log_sum_sq_probs, stats.mean_logits, stats.is_top1, stats.row_max, stats.log_sum_exp, direction
+    )
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    refuse_double_backward("linear_token_stats")
+    *tensors, row_max, log_sum_exp, entropy, direction = ctx.saved_tensors
+    hidden = tensors[0]
+    upstream = Upstream(*(None if gradient is None else gradient.contiguous() for gradient in gradients[:3]))
+    needs = ctx.needs_input_grad[:3]
+    dinputs: list[Tensor | None] = [None, None, None]
+    if any(needs) and any(gradient is not None for gradient in upstream):
+        if direction.numel() and upstream.dlogp is not None and upstream[1:] == (None, None):
+            dinputs[0] = (upstream.dlogp[:, None] * direction).to(hidden.dtype)
+        else:
+            results = linear_token_stats_backward(
+                *tensors, ctx.ignore_index, row_max, log_sum_exp, entropy, *upstream, *needs, ctx.chunk_bytes
+            )
+            dinputs = [result if needed else None for result, needed in zip(results, needs, strict=True)]
+    return (*dinputs, *[None] * (len(LinearRows._fields) - 3 + len(Wanted._fields) + 2))
+
+
+linear_token_stats.register_autograd(_backward, setup_context=_setup_context)
