@@ -3,12 +3,13 @@
 from rlkernels.backends import backend, set_backend
 from rlkernels.batch import PolicyBatch
 from rlkernels.checks import set_checks
-from rlkernels.losses import PolicyLoss, logp_policy_loss, policy_loss
+from rlkernels.heads import head_arguments
+from rlkernels.losses import PolicyLoss, linear_policy_loss, logp_policy_loss, policy_loss
 from rlkernels.metrics import Metrics
 from rlkernels.objectives import CISPO, GMPO, GRPO, GSPO, NFT, SAPO, GSPOToken, Objective, Reinforce
 from rlkernels.recipes import RECIPES
 from rlkernels.reductions import REDUCTIONS, global_normalizer
-from rlkernels.stats import TokenStats, token_stats
+from rlkernels.stats import TokenStats, linear_token_stats, token_stats
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,9 @@ __all__ = [
     "TokenStats",
     "backend",
     "global_normalizer",
+    "head_arguments",
+    "linear_policy_loss",
+    "linear_token_stats",
     "logp_policy_loss",
     "policy_loss",
     "set_backend",

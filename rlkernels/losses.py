@@ -15,7 +15,7 @@ from rlkernels.ops.rows import compute_dtype
 from rlkernels.recipes import ObjectiveFunction, Recipe, resolve
 from rlkernels.reductions import Normalizer, check_reduction, reduce_tokens
 from rlkernels.segments import Segments
-from rlkernels.stats import Number, token_stats
+from rlkernels.stats import Number, linear_token_stats, token_stats
 
 
 class PolicyLoss(NamedTuple):
@@ -71,20 +71,66 @@ def policy_loss(
         (-0.2, 2.397895)
     """
     recipe = _checked_recipe(batch, objective, reduction, normalizer)
-    if batch.targets is None or batch.mask is None:
-        raise ValueError("batch: expected targets for policy_loss, got None")
-    segments = batch.check_against(tuple(batch.targets.shape), batch.targets.device)
-    if isinstance(temperature, Tensor) and batch.cu_seqlens is not None and temperature.ndim == 1:
-        checks.require_shape("temperature", temperature, (segments.count,), (segments.tokens,))
-        temperature = batch.per_token(temperature, segments, temperature.dtype).reshape(batch.targets.shape)
+    segments, targets, temperature = _rows_of_batch(batch, temperature)
     stats = token_stats(
         logits,
-        torch.where(batch.mask, batch.targets, IGNORE_INDEX),
+        targets,
         temperature=temperature,
         softcap=softcap,
         logit_scale=logit_scale,
         ignore_index=IGNORE_INDEX,
         outputs=("entropy",),
+    )
+    return _loss(stats.logp, stats.entropy, batch, segments, recipe)
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    batch: PolicyBatch,
+    objective: str | Objective | ObjectiveFunction = "grpo",
+    *,
+    bias: Tensor | None = None,
+    reduction: str | None = None,
+    normalizer: Normalizer | None = None,
+    temperature: Number = 1.0,
+    softcap: Number | None = None,
+    logit_scale: Number = 1.0,
+    chunk_bytes: int | None = None,
+) -> PolicyLoss:
+    """`policy_loss` from hidden states and the head's weight: no `[N, V]` tensor, neither logits nor gradient.
+
+        logits = hidden @ weight.T + bias;   everything else as in `policy_loss`
+
+    Args:
+        hidden: `[B, T, H]`, or packed `[N, H]` or `[1, N, H]`.
+        weight, bias, chunk_bytes: as in `linear_token_stats`.
+        batch, objective, reduction, normalizer, temperature, softcap, logit_scale: as in `policy_loss`.
+
+    Returns, Raises: as `policy_loss`.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> hidden, weight = torch.zeros(2, 3, 4), torch.zeros(11, 4, requires_grad=True)
+        >>> batch = rlkernels.PolicyBatch(torch.tensor([[4, 1, 10], [2, 2, -100]]), torch.tensor([1.0, -1.0]))
+        >>> out = rlkernels.linear_policy_loss(hidden, weight, batch, "dapo")
+        >>> out.loss.backward()
+        >>> round(out.loss.item(), 6), weight.grad.shape
+        (-0.2, torch.Size([11, 4]))
+    """
+    recipe = _checked_recipe(batch, objective, reduction, normalizer)
+    segments, targets, temperature = _rows_of_batch(batch, temperature)
+    stats = linear_token_stats(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        ignore_index=IGNORE_INDEX,
+        outputs=("entropy",),
+        chunk_bytes=chunk_bytes,
     )
     return _loss(stats.logp, stats.entropy, batch, segments, recipe)
 
@@ -151,6 +197,17 @@ def _checked_recipe(
         if recipe.objective.entropy_coef != 0:
             check_reduction(*_entropy_reduction(recipe), name="entropy_reduction")
     return recipe
+
+
+def _rows_of_batch(batch: PolicyBatch, temperature: Number) -> tuple[Segments, Tensor, Number]:
+    """The batch's sequences, its targets with masked ones ignored, and a temperature that fits the targets."""
+    if batch.targets is None or batch.mask is None:
+        raise ValueError("batch: expected targets, got None")
+    segments = batch.check_against(tuple(batch.targets.shape), batch.targets.device)
+    if isinstance(temperature, Tensor) and batch.cu_seqlens is not None and temperature.ndim == 1:
+        checks.require_shape("temperature", temperature, (segments.count,), (segments.tokens,))
+        temperature = batch.per_token(temperature, segments, temperature.dtype).reshape(batch.targets.shape)
+    return segments, torch.where(batch.mask, batch.targets, IGNORE_INDEX), temperature
 
 
 def _loss(logp: Tensor, entropy: Tensor | None, batch: PolicyBatch, segments: Segments, recipe: Recipe) -> PolicyLoss:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlkernels.ops.linear_rows import LinearRows
 from rlkernels.ops.rows import Rows, RowStats, compute_dtype
 
 
@@ -43,6 +44,16 @@ def row_stats(rows: Rows) -> RowStats:
         row_max=zero_if_ignored(row_max).detach(),
         log_sum_exp=zero_if_ignored(torch.logsumexp(z - row_max[:, None], dim=-1)).detach(),
     )
+
+
+def linear_row_stats(rows: LinearRows) -> RowStats:
+    """`row_stats` of the logits, made whole."""
+    logits = torch.nn.functional.linear(rows.hidden, rows.weight.to(rows.hidden.dtype), _cast(rows.bias, rows.hidden))
+    return row_stats(Rows(logits[None], *rows[3:]))
+
+
+def _cast(tensor: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if tensor is None else tensor.to(like.dtype)
 
 
 def prefix_counts(token_ids: Tensor, lengths: Tensor, group_of_row: Tensor) -> Tensor:

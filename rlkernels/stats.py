@@ -1,4 +1,4 @@
-"""Per-token statistics of logits."""
+"""Per-token statistics of logits, or of the logits that hidden states and a head would give."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from rlkernels import backends, checks, reference
+from rlkernels.ops.linear_rows import LinearRows
+from rlkernels.ops.linear_token_stats import linear_token_stats as linear_token_stats_op
 from rlkernels.ops.rows import Rows, RowStats, Wanted, compute_dtype
 from rlkernels.ops.token_stats import token_stats as token_stats_op
+from rlkernels.schedules import DEFAULT_CHUNK_BYTES
 
 
 class TokenStats(NamedTuple):
@@ -74,21 +77,84 @@ def token_stats(
         >>> [round(x, 6) for x in stats.logp.tolist()]
         [-0.126928, 0.0]
     """
+    wanted = _wanted(outputs)
+    rows = make_rows(logits, targets, temperature, softcap, logit_scale, ignore_index)
+    return _token_stats(_row_stats(rows, wanted), wanted, targets.shape)
+
+
+def linear_token_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: Number = 1.0,
+    softcap: Number | None = None,
+    logit_scale: Number = 1.0,
+    ignore_index: int = -100,
+    outputs: Sequence[str] = ("entropy",),
+    chunk_bytes: int | None = None,
+) -> TokenStats:
+    """`token_stats` of `hidden @ weight.T + bias`, without the logits ever existing whole.
+
+        logits = hidden @ weight.T + bias;   everything else as in `token_stats`
+
+    The logits are made a tile at a time, reduced and dropped; backward makes them again. Gradients reach `hidden`,
+    `weight` and `bias`, those of them that require one, each in its own dtype. With a frozen head
+    (`weight.requires_grad=False`, LoRA) forward keeps `dlogp / dhidden` instead, and backward needs no logits.
+    Ignored rows, and in backward rows without a gradient, are left out of the GEMMs.
+
+    Args:
+        hidden: `[..., H]`, float64, float32, bfloat16 or float16.
+        weight: `[V, H]`, `hidden`'s dtype (under autocast any float dtype); `[H, V].t()` is fine. With LoRA on the
+            head pass the effective weight.
+        targets: `[...]`, integers in `[0, V)` or `ignore_index`. `hidden[i]` predicts `targets[i]`.
+        bias: `[V]`, `weight`'s dtype, or None.
+        temperature, softcap, logit_scale, ignore_index, outputs: as in `token_stats`.
+        chunk_bytes: bound of the buffer that holds tiles of logits, at least 256 columns of all rows; None: 32 MiB.
+
+    Returns, Raises: as `token_stats`.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> hidden, weight = torch.zeros(2, 4), torch.zeros(3, 4)
+        >>> stats = rlkernels.linear_token_stats(
+        ...     hidden, weight, torch.tensor([1, -100]), bias=torch.tensor([0.0, 1.0986123, 0.0]))
+        >>> [round(x, 6) for x in stats.logp.tolist()]
+        [-0.510826, 0.0]
+    """
+    wanted = _wanted(outputs)
+    rows = make_linear_rows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
+    if chunk_bytes is None:
+        chunk_bytes = DEFAULT_CHUNK_BYTES
+    checks.require_number("chunk_bytes", chunk_bytes, above=0)
+    return _token_stats(_linear_row_stats(rows, wanted, int(chunk_bytes)), wanted, targets.shape)
+
+
+def _wanted(outputs: Sequence[str]) -> Wanted:
     for name in outputs:
         checks.require_choice("outputs", name, OUTPUTS)
-    rows = make_rows(logits, targets, temperature, softcap, logit_scale, ignore_index)
-    wanted = Wanted(*(name in outputs for name in OUTPUTS))
-    stats = row_stats(rows, wanted)
+    return Wanted(*(name in outputs for name in OUTPUTS))
+
+
+def _token_stats(stats: RowStats, wanted: Wanted, shape: torch.Size) -> TokenStats:
+    columns = zip(OUTPUTS, wanted, strict=True)
     return TokenStats(
-        stats.logp.view(targets.shape),
-        *(
-            getattr(stats, name).view(targets.shape) if want else None
-            for name, want in zip(OUTPUTS, wanted, strict=True)
-        ),
+        stats.logp.view(shape), *(getattr(stats, name).view(shape) if want else None for name, want in columns)
     )
 
 
-def row_stats(rows: Rows, wanted: Wanted) -> RowStats:
+def _linear_row_stats(rows: LinearRows, wanted: Wanted, chunk_bytes: int) -> RowStats:
+    if backends.choose(rows.hidden.device) == "reference":
+        checks.check_row_values(rows.targets, rows.weight.shape[0], rows.ignore_index, *rows[4:7])
+        return reference.linear_row_stats(rows)
+    head_is_frozen = not rows.weight.requires_grad and not (rows.bias is not None and rows.bias.requires_grad)
+    with_direction = torch.is_grad_enabled() and rows.hidden.requires_grad and head_is_frozen
+    *stats, _direction = linear_token_stats_op(*rows, *wanted, with_direction, chunk_bytes)
+    return RowStats(*stats)
+
+
+def _row_stats(rows: Rows, wanted: Wanted) -> RowStats:
     if backends.choose(rows.logits.device) == "reference":
         checks.check_row_values(rows.targets, rows.logits.shape[-1], rows.ignore_index, *rows[2:5])
         return reference.row_stats(rows)
@@ -105,33 +171,77 @@ def make_rows(
 ) -> Rows:
     """Checked arguments of a sweep, with logits as `[outer, inner, V]` without copying them."""
     checks.require_tensor("logits", logits)
-    checks.require_tensor("targets", targets)
     checks.require_dtype("logits", logits, checks.FLOAT_DTYPES)
-    checks.require_dtype("targets", targets, checks.INTEGER_DTYPES)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits: expected shape [..., V] with V >= 1, got {checks.describe(logits)}")
-    checks.require_shape("targets", targets, tuple(logits.shape[:-1]))
-    checks.require_same_device("logits", logits, targets=targets)
-    dtype = compute_dtype(logits.dtype)
+    _check_targets("logits", logits, targets)
+    if logits.ndim < 3:
+        rows = logits.view(1, -1, logits.shape[-1]) if logits.ndim == 1 else logits.unsqueeze(0)
+    else:
+        rows = logits.flatten(0, -3) if logits.ndim > 3 else logits
+    return Rows(rows, _flat(targets), *_scaling(logits, targets, temperature, softcap, logit_scale), ignore_index)
+
+
+def make_linear_rows(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Number,
+    softcap: Number | None,
+    logit_scale: Number,
+    ignore_index: int,
+) -> LinearRows:
+    """Checked arguments of the linear path, with hidden as `[N, H]`, cast as autocast would."""
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if tensor is not None or name != "bias":
+            checks.require_tensor(name, tensor)
+            checks.require_dtype(name, tensor, checks.FLOAT_DTYPES)
+            if type(tensor).__name__ == "DTensor":
+                raise ValueError(f"{name}: expected a whole tensor, got a DTensor; pass its full_tensor()")
+    if hidden.ndim == 0:
+        raise ValueError(f"hidden: expected shape [..., H], got {checks.describe(hidden)}")
+    if weight.ndim != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight: expected shape [V, H] with H = {hidden.shape[-1]}, the last size of hidden "
+            f"{list(hidden.shape)}, got {checks.describe(weight)}"
+        )
+    checks.require_same_device("hidden", hidden, weight=weight, bias=bias)
+    if bias is not None:
+        checks.require_shape("bias", bias, (weight.shape[0],))
+        checks.require_dtype("bias", bias, (weight.dtype,))
+    _check_targets("hidden", hidden, targets)
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    elif weight.dtype != hidden.dtype:
+        raise TypeError(f"weight: expected {hidden.dtype} like hidden outside autocast, got {checks.describe(weight)}")
+    scaling = _scaling(hidden, targets, temperature, softcap, logit_scale)
+    return LinearRows(hidden.reshape(-1, hidden.shape[-1]), weight, bias, _flat(targets), *scaling, ignore_index)
+
+
+def _check_targets(name: str, rows: Tensor, targets: Tensor) -> None:
+    checks.require_tensor("targets", targets)
+    checks.require_dtype("targets", targets, checks.INTEGER_DTYPES)
+    checks.require_shape("targets", targets, tuple(rows.shape[:-1]))
+    checks.require_same_device(name, rows, targets=targets)
+
+
+def _flat(targets: Tensor) -> Tensor:
+    return targets.reshape(-1).to(torch.int64).contiguous()
+
+
+def _scaling(
+    rows: Tensor, targets: Tensor, temperature: Number, softcap: Number | None, logit_scale: Number
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    dtype = compute_dtype(rows.dtype)
 
     def scalar(name: str, value: Number) -> Tensor:
         if isinstance(value, Tensor):
             checks.require_shape(name, value, ())
-        return _as_values(name, value, logits.device, dtype).reshape(1)
+        return _as_values(name, value, rows.device, dtype).reshape(1)
 
-    vocab = logits.shape[-1]
-    if logits.ndim < 3:
-        rows = logits.view(1, -1, vocab) if logits.ndim == 1 else logits.unsqueeze(0)
-    else:
-        rows = logits.flatten(0, -3) if logits.ndim > 3 else logits
-    return Rows(
-        rows,
-        targets.reshape(-1).to(torch.int64).contiguous(),
-        _row_temperature(temperature, targets, dtype),
-        None if softcap is None else scalar("softcap", softcap),
-        scalar("logit_scale", logit_scale),
-        ignore_index,
-    )
+    cap = None if softcap is None else scalar("softcap", softcap)
+    return _row_temperature(temperature, targets, dtype), cap, scalar("logit_scale", logit_scale)
 
 
 def _row_temperature(temperature: Number, targets: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,8 +23,8 @@ class LinearRows(NamedTuple):
     """What `Rows` holds, with `hidden @ weight.T + bias` in the logits' place."""
 
     hidden: Tensor  # [N, H]
-    weight: Tensor  # [V, H], hidden's dtype
-    bias: Tensor | None  # [V]
+    weight: Tensor  # [V, H]; of another dtype than hidden's under autocast, whose GEMMs are in hidden's
+    bias: Tensor | None  # [V], weight's dtype
     targets: Tensor  # [N] int64
     temperature: Tensor  # [1] or [N]
     softcap: Tensor | None  # [1]
@@ -36,14 +36,18 @@ class LinearRows(NamedTuple):
         temperature = self.temperature if self.temperature.numel() == 1 else self.temperature[index]
         return self._replace(hidden=self.hidden[index], targets=self.targets[index], temperature=temperature)
 
+    def weight_tile(self, columns: slice) -> Tensor:
+        return self.weight[columns].to(self.hidden.dtype)
+
     def logits(self, columns: slice, buffer: Tensor) -> Rows:
         """The rows' logits of some columns, written into `buffer`."""
         shape = (self.hidden.shape[0], columns.stop - columns.start)
         out = buffer[: shape[0] * shape[1]].view(shape)
         if self.bias is None:
-            torch.mm(self.hidden, self.weight[columns].t(), out=out)
+            torch.mm(self.hidden, self.weight_tile(columns).t(), out=out)
         else:
-            torch.addmm(self.bias[columns], self.hidden, self.weight[columns].t(), out=out)
+            bias = self.bias[columns].to(self.hidden.dtype)
+            torch.addmm(bias, self.hidden, self.weight_tile(columns).t(), out=out)
         return Rows(out[None], self.targets, self.temperature, self.softcap, self.logit_scale, self.ignore_index)
 
     def empty_logits(self, blocks: schedules.Blocks) -> Tensor:
@@ -126,12 +130,12 @@ def _forward_block(
         if others is not None:
             exponentials = _exponentials_in_place(logits, states[:, 0], tile, kernels)
             factor = _rescaling(rows, before, states[:, 0])
-            others.add(exponentials, rows.weight[columns], factor.to(others.total.dtype))
+            others.add(exponentials, rows.weight_tile(columns), factor.to(others.total.dtype))
     return None if others is None else _direction(rows, stats, others.total)
 
 
 def _exponentials_in_place(logits: Rows, maximum: Tensor, tile: Tile, kernels: Any) -> Tensor:
-    """`e^(z - max) dz/dx` in the logits' place, 0 in the target's column: the gradient of lse before its division by s."""
+    """`e^(z - max) dz/dx` in the logits' place, 0 in the target's column: lse's gradient times s."""
     values = logits.logits[0]
     dtype = compute_dtype(values.dtype)
     maximum = maximum.to(dtype).contiguous()
@@ -203,12 +207,13 @@ def linear_backward(
             logits, part_saved, part_upstream, dlogits, Tile(columns.start, vocab), dtarget=dtarget
         )
         if total is not None:
-            total.add(dlogits, rows.weight[columns])
+            total.add(dlogits, rows.weight_tile(columns))
         if need_weight or need_bias:
             if dtarget is not None:
                 _put_target_back(dlogits, dtarget, part.targets, columns)
             if need_weight:
-                torch.mm(dlogits.t(), part.hidden, out=dweight[columns])
+                # a weight of another dtype is autocast's master copy: its gradient is not rounded to hidden's
+                torch.mm(dlogits.t().to(dweight.dtype), part.hidden.to(dweight.dtype), out=dweight[columns])
             if need_bias:
                 dbias[columns] = dlogits.sum(0, dtype=compute_dtype(dlogits.dtype))
     if total is not None and dtarget is not None:
