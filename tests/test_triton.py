@@ -31,6 +31,7 @@ from rlkernels.ops.rows import (  # noqa: E402
     Rows,
     RowStats,
     SavedStats,
+    Tile,
     Upstream,
     Wanted,
     compute_dtype,
@@ -169,19 +170,35 @@ def upstream_of(rows: Rows) -> Upstream:
     return Upstream(*gradients.to(DEVICE, compute_dtype(rows.logits.dtype)).unbind(0))
 
 
-def forward(rows: Rows, wanted: Wanted = EVERYTHING) -> RowStats:
+def unwritten_stats(rows: Rows, wanted: Wanted = EVERYTHING) -> RowStats:
     outputs = empty_row_stats(rows, wanted)
     for output in outputs:
         output.fill_(True if output.dtype == torch.bool else torch.nan)
+    return outputs
+
+
+def forward(rows: Rows, wanted: Wanted = EVERYTHING) -> RowStats:
+    outputs = unwritten_stats(rows, wanted)
     token_stats.token_stats_forward(rows, outputs)
     return outputs
 
 
+def saved_of(outputs: RowStats) -> SavedStats:
+    return SavedStats(outputs.row_max, outputs.log_sum_exp, outputs.entropy)
+
+
 def backward(rows: Rows, outputs: RowStats, upstream: Upstream) -> Tensor:
     dlogits = empty_dlogits(rows).fill_(torch.nan)
-    saved = SavedStats(outputs.row_max, outputs.log_sum_exp, outputs.entropy)
-    token_stats.token_stats_backward(rows, saved, upstream, dlogits)
+    token_stats.token_stats_backward(rows, saved_of(outputs), upstream, dlogits)
     return dlogits
+
+
+def tiles_of(rows: Rows, width: int) -> Iterator[tuple[Rows, Tile]]:
+    """Tiles of the rows from left to right, each with logits of its own."""
+    vocab = rows.logits.shape[-1]
+    for start in range(0, vocab, width):
+        logits = rows.logits[..., start : start + width].clone(memory_format=torch.contiguous_format)
+        yield rows._replace(logits=logits), Tile(start, vocab)
 
 
 def reference_passes(rows: Rows, upstream: Upstream) -> tuple[RowStats, Tensor]:
@@ -192,13 +209,20 @@ def reference_passes(rows: Rows, upstream: Upstream) -> tuple[RowStats, Tensor]:
     return RowStats(*(value.detach() for value in outputs)), dlogits
 
 
+def stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a kernel makes of values of the compute dtype when it stores them."""
+    if dtype == torch.bfloat16 and backends.triton_is_interpreted:
+        # the interpreter truncates to bfloat16 where a GPU rounds
+        values = (values.view(torch.int32) & -(1 << 16)).view(torch.float32)
+    return values.to(dtype)
+
+
 def pytorch_passes(rows: Rows, upstream: Upstream) -> tuple[RowStats, Tensor]:
     """What PyTorch makes of rows in their own dtype."""
     stats, dlogits = reference_passes(rows, upstream)
-    if rows.logits.dtype == torch.bfloat16 and backends.triton_is_interpreted:
-        # the interpreter truncates to bfloat16 where a GPU rounds
+    if rows.logits.dtype == torch.bfloat16:
         _, unrounded = reference_passes(rows._replace(logits=rows.logits.float()), upstream)
-        dlogits = (unrounded.view(torch.int32) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
+        dlogits = stored(unrounded, torch.bfloat16)
     return stats, dlogits
 
 
@@ -272,6 +296,113 @@ def test_a_row_has_the_same_bits_in_any_batch(generator: torch.Generator) -> Non
     whole_gradient = backward(whole, whole_stats, upstream)
     alone_gradient = backward(alone, alone_stats, Upstream(*(d[3:4] for d in upstream)))
     assert whole_gradient[:, 3:4].equal(alone_gradient)
+
+
+def targets_in_every_tile(vocab: int, generator: torch.Generator) -> Case:
+    """Targets at the ends of segments, one that is the highest logit, and an ignored row of NaN."""
+    case = gaussian(7, vocab, generator)
+    case.targets[:4] = torch.tensor([0, configs.SEGMENT - 1, configs.SEGMENT, vocab - 1])
+    case.targets[4] = case.logits[4].argmax()
+    case.targets[5] = IGNORE
+    case.logits[5] = torch.nan
+    return case
+
+
+TILED = {
+    "vocabulary of 16s": lambda g: targets_in_every_tile(8240, g),
+    "odd vocabulary": lambda g: targets_in_every_tile(9001, g),  # rows of whole tiles are aligned, others are not
+    "softcap": lambda g: targets_in_every_tile(9001, g)._replace(softcap=5.0, temperature=0.7, logit_scale=1.3),
+    "minus infinity": minus_infinity,
+    "per-row temperature, one tile": scaled_and_capped,
+}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.nan_to_num(nan=123.0).equal(b.nan_to_num(nan=123.0)) and a.isnan().equal(b.isnan())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("name", TILED)
+def test_tiles_give_the_bits_of_whole_rows(name: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    rows = make_rows(TILED[name](generator), dtype)
+    whole = forward(rows)
+    count, vocab = rows.targets.shape[0], rows.logits.shape[-1]
+    used = rows.targets != IGNORE
+    for width in (configs.SEGMENT, 2 * configs.SEGMENT):
+        outputs = unwritten_stats(rows)
+        states = token_stats.empty_states(count, rows.logits).fill_(torch.nan)
+        assert states.dtype == compute_dtype(dtype)
+        maximum = torch.full_like(states[:, 0], -torch.inf)
+        for tile_rows, tile in tiles_of(rows, min(width, vocab)):
+            assert outputs.logp.isnan().all()
+            token_stats.token_stats_forward(tile_rows, outputs, tile, states)
+            if rows.softcap is None:
+                maximum = maximum.maximum(tile_rows.logits[0].amax(-1))
+                assert states[used, 0].equal(maximum[used])
+        for field, a, b in zip(RowStats._fields, outputs, whole, strict=True):
+            assert same_bits(a, b), field
+        assert states[~used].isnan().all()
+
+
+def test_a_statistic_in_tiles_does_not_depend_on_the_others(generator: torch.Generator) -> None:
+    rows = make_rows(targets_in_every_tile(9001, generator), torch.float32)
+    everything = forward(rows)
+    for index, name in enumerate(Wanted._fields):
+        outputs = unwritten_stats(rows, Wanted(*(i == index for i in range(len(Wanted._fields)))))
+        states = token_stats.empty_states(7, rows.logits).fill_(torch.nan)
+        for tile_rows, tile in tiles_of(rows, configs.SEGMENT):
+            token_stats.token_stats_forward(tile_rows, outputs, tile, states)
+        for field in ("logp", name, "row_max", "log_sum_exp"):
+            assert same_bits(getattr(outputs, field), getattr(everything, field)), field
+
+
+@pytest.mark.parametrize("with_dtarget", [False, True])
+@pytest.mark.parametrize("width", [1792, 4096, 9001])  # backward's tiles need not be whole segments
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_gradient_takes_the_place_of_the_logits(
+    softcap: float | None, dtype: torch.dtype, width: int, with_dtarget: bool, generator: torch.Generator
+) -> None:
+    rows = make_rows(targets_in_every_tile(9001, generator)._replace(softcap=softcap), dtype)
+    outputs = forward(rows)
+    upstream = upstream_of(rows)
+    for gradient in upstream:
+        gradient[6] = 0.0
+    whole = backward(rows, outputs, upstream)[0]
+    dtarget = torch.full_like(outputs.logp, torch.nan) if with_dtarget else None
+    dlogits = []
+    for tile_rows, tile in tiles_of(rows, width):
+        logits = tile_rows.logits
+        token_stats.token_stats_backward(tile_rows, saved_of(outputs), upstream, logits, tile, dtarget)
+        dlogits.append(logits[0])
+    result = torch.cat(dlogits, -1)
+    if dtarget is not None:
+        has_gradient = rows.targets != IGNORE
+        has_gradient[6] = False
+        assert dtarget.isnan().equal(~has_gradient)  # not written
+        column = rows.targets[has_gradient]
+        assert not result[has_gradient, column].any()
+        result[has_gradient, column] = stored(dtarget[has_gradient], dtype)
+    assert same_bits(result, whole)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_bad_label_poisons_its_row_in_every_tile(generator: torch.Generator) -> None:
+    case = gaussian(2, 9001, generator)
+    case.targets[:] = torch.tensor([9001, 9000])
+    rows = make_rows(case, torch.float32)
+    outputs, upstream = unwritten_stats(rows), upstream_of(rows)
+    states = token_stats.empty_states(2, rows.logits)
+    for tile_rows, tile in tiles_of(rows, configs.SEGMENT):
+        token_stats.token_stats_forward(tile_rows, outputs, tile, states)
+    assert outputs.logp.isnan().tolist() == [True, False]
+    dtarget = torch.zeros_like(outputs.logp)
+    for tile_rows, tile in tiles_of(rows, configs.SEGMENT):
+        logits = tile_rows.logits
+        token_stats.token_stats_backward(tile_rows, saved_of(outputs), upstream, logits, tile, dtarget)
+        assert logits[0].isnan().all(-1).tolist() == [True, False]
+    assert dtarget.isfinite().all()
+    assert dtarget[1] != 0
 
 
 @pytest.mark.parametrize("second", [11, 4500], ids=["same segment", "later segment"])
@@ -478,7 +609,7 @@ def sweep_compilation(
     number = "*" + TRITON_TYPES[compute_dtype(dtype)]
     types = dict.fromkeys(kernel.arg_names, number)
     types |= dict.fromkeys(("logits", "dlogits"), "*" + TRITON_TYPES[dtype])
-    types |= dict.fromkeys(("temperature_stride", "ignore_index", "inner", "vocab"), "i32")
+    types |= dict.fromkeys(("temperature_stride", "ignore_index", "inner", "vocab", "vocab_start", "width"), "i32")
     types |= dict.fromkeys(("stride_outer", "stride_inner", "stride_vocab"), "i64")
     types |= {"targets": "*i64", "is_top1": "*i1"}
     constants: dict[str, Any] = {"BLOCK": launch.block, **dict.fromkeys(unused)}
@@ -486,22 +617,25 @@ def sweep_compilation(
     aligned: tuple[str, ...] = pointers
     if layout == "contiguous":
         constants["stride_vocab"] = 1
-        aligned = (*pointers, "vocab", "stride_outer", "stride_inner")
+        aligned = (*pointers, "width", "stride_outer", "stride_inner")
     name = f"{kernel.__name__} {TRITON_TYPES[dtype]} {label}"
     return Compilation(name, kernel, types, constants, aligned, launch.num_warps)
 
 
 def compilations() -> Iterator[Compilation]:
     passes = (
-        (token_stats.token_stats_forward_kernel, Wanted._fields),
-        (token_stats.token_stats_backward_kernel, ("entropy", "dentropy", "dlse")),
+        (token_stats.token_stats_forward_kernel, "states", Wanted._fields),
+        (token_stats.token_stats_backward_kernel, "dtarget", ("entropy", "dentropy", "dlse")),
     )
-    for kernel, optional in passes:
+    for kernel, of_tiles, optional in passes:
         for dtype in DTYPES:
-            yield sweep_compilation(kernel, dtype, "softcap", ())
-            yield sweep_compilation(kernel, dtype, "plain", ("softcap",))
-        yield sweep_compilation(kernel, torch.bfloat16, "logp alone", ("softcap", *optional))
-        yield sweep_compilation(kernel, torch.bfloat16, "strided", (), layout="strided")
+            yield sweep_compilation(kernel, dtype, "softcap", (of_tiles,))
+            yield sweep_compilation(kernel, dtype, "plain", (of_tiles, "softcap"))
+            yield sweep_compilation(kernel, dtype, "softcap, tile", ())
+            yield sweep_compilation(kernel, dtype, "plain, tile", ("softcap",))
+        yield sweep_compilation(kernel, torch.bfloat16, "logp alone", (of_tiles, "softcap", *optional))
+        yield sweep_compilation(kernel, torch.bfloat16, "strided", (of_tiles,), layout="strided")
+        yield sweep_compilation(kernel, torch.bfloat16, "strided, tile", (), layout="strided")
 
     block, num_warps = configs.PREFIX_TOKENS
     for kernel in (prefix_counts.common_prefix_kernel, prefix_counts.sum_from_right_kernel):

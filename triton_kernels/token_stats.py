@@ -1,4 +1,8 @@
-"""Row statistics of logits, and their gradient: one program a row, sweeping the vocabulary in segments."""
+"""Row statistics of logits, and their gradient: one program a row, sweeping the vocabulary in segments.
+
+The vocabulary may also come in tiles from left to right, one launch each. Between them a row's state is in memory:
+(m, s, t, q, sum of u, the target's u, maximum of u before the target).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rlkernels import checks
-from rlkernels.ops.rows import Rows, RowStats, SavedStats, Upstream
+from rlkernels.ops.rows import Rows, RowStats, SavedStats, Tile, Upstream, compute_dtype
 from rlkernels.triton_kernels import configs
 from rlkernels.triton_kernels.row_math import (
     LN_2,
@@ -25,7 +29,9 @@ from rlkernels.triton_kernels.row_math import (
 )
 
 # lengths and layouts that change from call to call and gain nothing from a kernel of their own
-_ANY_VALUE = ["temperature_stride", "ignore_index", "inner"]
+_ANY_VALUE = ["temperature_stride", "ignore_index", "inner", "vocab", "vocab_start"]
+
+STATE_SIZE = tl.constexpr(7)
 
 
 @triton.jit
@@ -47,6 +53,38 @@ def load_or_zero(pointer, row, dtype: tl.constexpr):
         return tl.load(pointer + row)
 
 
+@triton.jit
+def load_state(states, row, is_later_tile, dtype: tl.constexpr):
+    """The state of the columns left of this tile."""
+    zero = tl.full((), 0.0, dtype)
+    bottom = tl.full((), float("-inf"), dtype)
+    if states is None:
+        return bottom, zero, zero, zero, zero, zero, bottom
+    else:
+        state = states + row * STATE_SIZE
+        m = tl.load(state, mask=is_later_tile, other=bottom)
+        s = tl.load(state + 1, mask=is_later_tile, other=zero)
+        t = tl.load(state + 2, mask=is_later_tile, other=zero)
+        q = tl.load(state + 3, mask=is_later_tile, other=zero)
+        sum_u = tl.load(state + 4, mask=is_later_tile, other=zero)
+        target_u = tl.load(state + 5, mask=is_later_tile, other=zero)
+        max_before_target = tl.load(state + 6, mask=is_later_tile, other=bottom)
+        return m, s, t, q, sum_u, target_u, max_before_target
+
+
+@triton.jit
+def store_state(states, row, m, s, t, q, sum_u, target_u, max_before_target):
+    if states is not None:
+        state = states + row * STATE_SIZE
+        tl.store(state, m)
+        tl.store(state + 1, s)
+        tl.store(state + 2, t)
+        tl.store(state + 3, q)
+        tl.store(state + 4, sum_u)
+        tl.store(state + 5, target_u)
+        tl.store(state + 6, max_before_target)
+
+
 @triton.jit(do_not_specialize=_ANY_VALUE)
 def token_stats_forward_kernel(
     logits,
@@ -62,10 +100,13 @@ def token_stats_forward_kernel(
     is_top1,
     row_max,
     log_sum_exp,
+    states,
     temperature_stride,
     ignore_index,
     inner,
     vocab,
+    vocab_start,
+    width,
     stride_outer,
     stride_inner,
     stride_vocab,
@@ -74,31 +115,29 @@ def token_stats_forward_kernel(
     dtype: tl.constexpr = logit_scale.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
+    is_last_tile = vocab_start + width == vocab
     if target == ignore_index:
-        tl.store(logp + row, 0.0)
-        tl.store(row_max + row, 0.0)
-        tl.store(log_sum_exp + row, 0.0)
-        store_unless_none(entropy, row, 0.0)
-        store_unless_none(lse, row, 0.0)
-        store_unless_none(log_sum_sq_probs, row, 0.0)
-        store_unless_none(mean_logits, row, 0.0)
-        store_unless_none(is_top1, row, False)
+        if is_last_tile:
+            tl.store(logp + row, 0.0)
+            tl.store(row_max + row, 0.0)
+            tl.store(log_sum_exp + row, 0.0)
+            store_unless_none(entropy, row, 0.0)
+            store_unless_none(lse, row, 0.0)
+            store_unless_none(log_sum_sq_probs, row, 0.0)
+            store_unless_none(mean_logits, row, 0.0)
+            store_unless_none(is_top1, row, False)
     else:
         label_is_valid = (target >= 0) & (target < vocab)
         k, _slope, inner_scale = row_transform(
             temperature + row * temperature_stride, softcap, logit_scale, label_is_valid
         )
         row_logits = logits + row_offset(row, inner, stride_outer, stride_inner)
+        target_column = target - vocab_start
 
-        m = tl.full((), float("-inf"), dtype)
-        s = tl.full((), 0.0, dtype)
-        t = tl.full((), 0.0, dtype)
-        q = tl.full((), 0.0, dtype)
-        sum_u = tl.full((), 0.0, dtype)
-        max_before_target = tl.full((), float("-inf"), dtype)
-        for begin in range(0, vocab, BLOCK):
+        m, s, t, q, sum_u, target_u, max_before_target = load_state(states, row, vocab_start > 0, dtype)
+        for begin in range(0, width, BLOCK):
             columns = (begin + tl.arange(0, BLOCK)).to(tl.int64)
-            inside = columns < vocab
+            inside = columns < width
             x = tl.load(row_logits + columns * stride_vocab, mask=inside, other=float("-inf")).to(dtype)
             u, _tanh_slope = transform_logits(x, inner_scale, softcap is not None)
             u = tl.where(inside, u, float("-inf"))  # softcap makes -inf finite
@@ -107,23 +146,26 @@ def token_stats_forward_kernel(
             if mean_logits is not None:
                 sum_u += tl.sum(tl.where(inside, u, 0.0), axis=0)
             if is_top1 is not None:
-                before = tl.max(tl.where(columns < target, u, float("-inf")), axis=0)
+                before = tl.max(tl.where(columns < target_column, u, float("-inf")), axis=0)
                 max_before_target = tl.maximum(max_before_target, before)
 
-        target_x = tl.load(row_logits + tl.where(label_is_valid, target, 0) * stride_vocab).to(dtype)
-        target_u, _tanh_slope = transform_logits(target_x, inner_scale, softcap is not None)
-        log_s = log_sum(m, s)
-        tl.store(logp + row, k * (target_u - m) - log_s)
-        tl.store(row_max + row, m)
-        tl.store(log_sum_exp + row, log_s)
-        store_unless_none(entropy, row, log_s - divide(t, s) * LN_2)
-        store_unless_none(lse, row, k * m + log_s)
-        store_unless_none(mean_logits, row, k * sum_u / vocab)
-        if log_sum_sq_probs is not None:
-            tl.store(log_sum_sq_probs + row, tl.log(q) - 2.0 * log_s)
-        if is_top1 is not None:
-            has_distribution = log_s == log_s
-            tl.store(is_top1 + row, has_distribution & (target_u >= m) & (target_u > max_before_target))
+        if (target_column >= 0) & (target_column < width):
+            target_x = tl.load(row_logits + target_column * stride_vocab).to(dtype)
+            target_u, _tanh_slope = transform_logits(target_x, inner_scale, softcap is not None)
+        store_state(states, row, m, s, t, q, sum_u, target_u, max_before_target)
+        if is_last_tile:
+            log_s = log_sum(m, s)
+            tl.store(logp + row, k * (target_u - m) - log_s)
+            tl.store(row_max + row, m)
+            tl.store(log_sum_exp + row, log_s)
+            store_unless_none(entropy, row, log_s - divide(t, s) * LN_2)
+            store_unless_none(lse, row, k * m + log_s)
+            store_unless_none(mean_logits, row, k * sum_u / vocab)
+            if log_sum_sq_probs is not None:
+                tl.store(log_sum_sq_probs + row, tl.log(q) - 2.0 * log_s)
+            if is_top1 is not None:
+                has_distribution = log_s == log_s
+                tl.store(is_top1 + row, has_distribution & (target_u >= m) & (target_u > max_before_target))
 
 
 @triton.jit(do_not_specialize=_ANY_VALUE)
@@ -140,10 +182,13 @@ def token_stats_backward_kernel(
     dentropy,
     dlse,
     dlogits,
+    dtarget,
     temperature_stride,
     ignore_index,
     inner,
     vocab,
+    vocab_start,
+    width,
     stride_outer,
     stride_inner,
     stride_vocab,
@@ -152,7 +197,7 @@ def token_stats_backward_kernel(
     dtype: tl.constexpr = logit_scale.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
-    row_dlogits = dlogits + row * vocab
+    row_dlogits = dlogits + row * width
     row_dlogp = load_or_zero(dlogp, row, dtype)
     row_dentropy = load_or_zero(dentropy, row, dtype)
     row_dlse = load_or_zero(dlse, row, dtype)
@@ -167,29 +212,36 @@ def token_stats_backward_kernel(
         row_entropy = load_or_zero(entropy, row, dtype)
         a, b, target_a = row_gradient(row_dlogp, row_dentropy, row_dlse, row_entropy, log_s, slope)
 
-        target_x = tl.load(row_logits + tl.where(label_is_valid, target, 0) * stride_vocab).to(dtype)
+        target_column = target - vocab_start
+        has_target = (target_column >= 0) & (target_column < width)
+        target_x = tl.load(row_logits + tl.where(has_target, target_column, 0) * stride_vocab).to(dtype)
+        tl.debug_barrier()  # every warp has read it before one stores the gradient in its place
         target_u, target_tanh_slope = transform_logits(target_x, inner_scale, softcap is not None)
         target_dx = logit_gradient(target_u, m, k, target_a, b)
         target_dx -= row_dlogp * slope * expm1(k * (target_u - m) - log_s)
         target_dx *= target_tanh_slope
+        if dtarget is not None:
+            tl.store(dtarget + row, target_dx, mask=has_target)
+            target_dx = tl.zeros_like(target_dx)
 
-        for begin in range(0, vocab, BLOCK):
+        for begin in range(0, width, BLOCK):
             columns = (begin + tl.arange(0, BLOCK)).to(tl.int64)
-            inside = columns < vocab
+            inside = columns < width
             x = tl.load(row_logits + columns * stride_vocab, mask=inside, other=0.0).to(dtype)
             u, tanh_slope = transform_logits(x, inner_scale, softcap is not None)
             dx = logit_gradient(u, m, k, a, b) * tanh_slope
-            dx = tl.where(columns == target, target_dx, dx)
+            dx = tl.where(columns == target_column, target_dx, dx)
             tl.store(row_dlogits + columns, dx.to(dlogits.dtype.element_ty), mask=inside)
     else:
-        for begin in range(0, vocab, BLOCK):
+        for begin in range(0, width, BLOCK):
             columns = (begin + tl.arange(0, BLOCK)).to(tl.int64)
-            tl.store(row_dlogits + columns, tl.zeros([BLOCK], dlogits.dtype.element_ty), mask=columns < vocab)
+            tl.store(row_dlogits + columns, tl.zeros([BLOCK], dlogits.dtype.element_ty), mask=columns < width)
 
 
-def _row_arguments(rows: Rows) -> dict[str, Any]:
-    _, inner, vocab = rows.logits.shape
+def _row_arguments(rows: Rows, tile: Tile | None) -> dict[str, Any]:
+    _, inner, width = rows.logits.shape
     stride_outer, stride_inner, stride_vocab = rows.logits.stride()
+    start, vocab = (0, width) if tile is None else tile
     launch = configs.row_sweep(rows.logits.dtype, vocab)
     return {
         "logits": rows.logits,
@@ -201,6 +253,8 @@ def _row_arguments(rows: Rows) -> dict[str, Any]:
         "ignore_index": rows.ignore_index,
         "inner": inner,
         "vocab": vocab,
+        "vocab_start": start,
+        "width": width,
         "stride_outer": stride_outer,
         "stride_inner": stride_inner,
         "stride_vocab": stride_vocab,
@@ -209,10 +263,16 @@ def _row_arguments(rows: Rows) -> dict[str, Any]:
     }
 
 
-def token_stats_forward(rows: Rows, stats: RowStats) -> None:
+def empty_states(count: int, logits: Tensor) -> Tensor:
+    """`[count, ...]` row states for a sweep in tiles; the first tile starts them, column 0 is the running maximum."""
+    return logits.new_empty(count, STATE_SIZE.value, dtype=compute_dtype(logits.dtype))
+
+
+def token_stats_forward(rows: Rows, stats: RowStats, tile: Tile | None = None, states: Tensor | None = None) -> None:
+    arguments = _row_arguments(rows, tile)
     checks.check_row_values(
         rows.targets,
-        rows.logits.shape[-1],
+        arguments["vocab"],
         rows.ignore_index,
         rows.temperature,
         rows.softcap,
@@ -221,17 +281,29 @@ def token_stats_forward(rows: Rows, stats: RowStats) -> None:
     count = rows.targets.shape[0]
     if count == 0:
         return
+    if tile is not None and rows.logits.shape[0] == 1:
+        # Triton lays a segment out over the threads, and so orders its sums, by what the strides are divisible by.
+        # This one is only multiplied by 0 here: it makes that the same for every tile and for whole rows.
+        arguments["stride_outer"] = tile.vocab
     outputs = {name: tensor if tensor.numel() else None for name, tensor in stats._asdict().items()}
     with configs.device_of(rows.logits):
-        token_stats_forward_kernel[(count,)](**_row_arguments(rows), **outputs)
+        token_stats_forward_kernel[(count,)](**arguments, **outputs, states=states)
 
 
-def token_stats_backward(rows: Rows, saved: SavedStats, upstream: Upstream, dlogits: Tensor) -> None:
+def token_stats_backward(
+    rows: Rows,
+    saved: SavedStats,
+    upstream: Upstream,
+    dlogits: Tensor,
+    tile: Tile | None = None,
+    dtarget: Tensor | None = None,
+) -> None:
+    """`dlogits` may be the logits; with `dtarget` the target's gradient goes there, and 0 into `dlogits`."""
     count = rows.targets.shape[0]
     if count == 0:
         return
-    arguments = {**_row_arguments(rows), **saved._asdict(), **upstream._asdict(), "dlogits": dlogits}
+    arguments = {**_row_arguments(rows, tile), **saved._asdict(), **upstream._asdict()}
     if upstream.dentropy is None:
         arguments["entropy"] = None
     with configs.device_of(rows.logits):
-        token_stats_backward_kernel[(count,)](**arguments)
+        token_stats_backward_kernel[(count,)](**arguments, dlogits=dlogits, dtarget=dtarget)

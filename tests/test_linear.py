@@ -1,0 +1,394 @@
+"""The loss from hidden states: equal to the loss from logits, without them."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+import rlkernels
+from rlkernels import GRPO, RECIPES, PolicyBatch
+from rlkernels.ops.linear_token_stats import linear_token_stats as linear_op
+
+# 9,001 columns: two whole segments and an odd rest
+VOCAB, HIDDEN = 9001, 24
+ITEM = 8  # bytes of float64
+CHUNKS = {
+    "one-tile": None,
+    "tiles": 6 * (4096 + HIDDEN) * ITEM,
+    "row-blocks": 2 * (4096 + HIDDEN) * ITEM,  # forward takes two rows at a time, backward narrow tiles
+}
+
+
+def draw(generator: Generator, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def head(generator: Generator, dtype: torch.dtype = torch.float64, vocab: int = VOCAB) -> dict[str, Tensor]:
+    return {
+        "hidden": draw(generator, 2, 3, HIDDEN, dtype=dtype),
+        "weight": draw(generator, vocab, HIDDEN, dtype=dtype),
+        "bias": draw(generator, vocab, dtype=dtype),
+    }
+
+
+def batch_of(generator: Generator, vocab: int = VOCAB, **changes: Any) -> PolicyBatch:
+    targets = torch.randint(0, vocab, (2, 3), generator=generator)
+    targets[1, 2] = -100
+    return PolicyBatch(
+        targets,
+        **{
+            "advantages": torch.tensor([1.0, -0.7], dtype=torch.float64),
+            "old_logp": -8 - torch.rand(2, 3, generator=generator, dtype=torch.float64),
+            "weight": torch.rand(2, 3, generator=generator, dtype=torch.float64),
+            "extras": {"success_rate": torch.tensor([0.5, 0.25], dtype=torch.float64)},
+        }
+        | changes,
+    )
+
+
+def from_logits(tensors: dict[str, Tensor], batch: PolicyBatch, *args: Any, **options: Any) -> Any:
+    options.pop("chunk_bytes", None)
+    return rlkernels.policy_loss(F.linear(**{"input": tensors["hidden"]} | _head(tensors)), batch, *args, **options)
+
+
+def _head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"weight": tensors["weight"], "bias": tensors["bias"]}
+
+
+def from_hidden(tensors: dict[str, Tensor], batch: PolicyBatch, *args: Any, **options: Any) -> Any:
+    return rlkernels.linear_policy_loss(
+        tensors["hidden"], tensors["weight"], batch, *args, bias=tensors["bias"], **options
+    )
+
+
+def gradients(out: Any, tensors: dict[str, Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(out.loss, list(tensors.values())))
+
+
+def assert_equal_paths(tensors: dict[str, Tensor], batch: PolicyBatch, *args: Any, **options: Any) -> None:
+    mine, expected = from_hidden(tensors, batch, *args, **options), from_logits(tensors, batch, *args, **options)
+    torch.testing.assert_close(mine.loss, expected.loss, rtol=1e-9, atol=1e-9)
+    needed = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    for name, actual, exact in zip(needed, gradients(mine, needed), gradients(expected, needed), strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all-gradients", "frozen-head"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_equals_the_logits_path(name: str, frozen: bool, generator: Generator) -> None:
+    tensors = head(generator)
+    if frozen:
+        tensors["weight"].requires_grad_(False)
+        tensors["bias"].requires_grad_(False)
+    normalizer = 6.0 if name == "dr_grpo" else None
+    assert_equal_paths(tensors, batch_of(generator), name, temperature=0.7, normalizer=normalizer)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("frozen", [False, True], ids=["all-gradients", "frozen-head"])
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "softcap"])
+def test_any_chunk_on_every_backend(
+    backend: str, softcap: float | None, frozen: bool, chunk: str, generator: Generator
+) -> None:
+    tensors = head(generator)
+    tensors["weight"].requires_grad_(not frozen)
+    tensors["bias"].requires_grad_(not frozen)
+    assert_equal_paths(
+        tensors,
+        batch_of(generator),
+        "gspo",
+        temperature=torch.tensor([0.6, 1.4]),
+        softcap=softcap,
+        logit_scale=1.3,
+        chunk_bytes=CHUNKS[chunk],
+    )
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3))[1:], ids=str)
+def test_gradients_only_where_asked(needs: tuple[bool, bool, bool], generator: Generator) -> None:
+    """B30: hidden, weight, bias in every combination."""
+    tensors = head(generator)
+    for tensor, need in zip(tensors.values(), needs, strict=True):
+        tensor.requires_grad_(need)
+    assert_equal_paths(tensors, batch_of(generator), "dapo")
+    from_hidden(tensors, batch_of(generator), "dapo").loss.backward()
+    assert [tensor.grad is not None for tensor in tensors.values()] == list(needs)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all-gradients", "frozen-head"])
+def test_entropy_lse_and_logp_are_differentiable(frozen: bool, backend: str, generator: Generator) -> None:
+    tensors = head(generator)
+    tensors["weight"].requires_grad_(not frozen)
+    tensors["bias"].requires_grad_(not frozen)
+    targets = batch_of(generator).targets
+    upstream = torch.randn(3, 2, 3, generator=generator, dtype=torch.float64)
+
+    def loss(stats: rlkernels.TokenStats) -> Tensor:
+        return (torch.stack([stats.logp, stats.entropy, stats.lse]) * upstream).sum()
+
+    outputs = rlkernels.stats.OUTPUTS
+    linear = rlkernels.linear_token_stats(
+        tensors["hidden"], tensors["weight"], targets, bias=tensors["bias"], softcap=4.0, outputs=outputs
+    )
+    logits = F.linear(tensors["hidden"], tensors["weight"], tensors["bias"])
+    direct = rlkernels.token_stats(logits, targets, softcap=4.0, outputs=outputs)
+    for name, actual, expected in zip(linear._fields, linear, direct, strict=True):
+        torch.testing.assert_close(
+            actual, expected, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    needed = [tensor for tensor in tensors.values() if tensor.requires_grad]
+    for actual, expected in zip(
+        torch.autograd.grad(loss(linear), needed), torch.autograd.grad(loss(direct), needed), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_packed_equals_padded(generator: Generator) -> None:
+    tensors, batch = head(generator), batch_of(generator)
+    padded = from_hidden(tensors, batch, "gmpo")
+    packed = PolicyBatch(
+        batch.targets.view(-1),
+        batch.advantages,
+        old_logp=batch.old_logp.view(-1),
+        weight=batch.weight.view(-1),
+        cu_seqlens=torch.tensor([0, 3, 6]),
+    )
+    flat = rlkernels.linear_policy_loss(
+        tensors["hidden"].view(6, HIDDEN), tensors["weight"], packed, "gmpo", bias=tensors["bias"]
+    )
+    torch.testing.assert_close(flat.loss, padded.loss)
+    for actual, expected in zip(gradients(flat, tensors), gradients(padded, tensors), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_rows_that_need_nothing_are_left_out(generator: Generator) -> None:
+    """Masked rows hold NaN: had they entered a GEMM, the weight's gradient would be NaN."""
+    tensors, batch = head(generator), batch_of(generator)
+    clean = gradients(from_hidden(tensors, batch, "dapo"), tensors)
+    with torch.no_grad():
+        tensors["hidden"][1, 2] = torch.nan
+    dirty = gradients(from_hidden(tensors, batch, "dapo"), tensors)
+    for expected, actual in zip(clean, dirty, strict=True):
+        assert torch.equal(actual, expected)
+    nothing = batch_of(generator, advantages=torch.zeros(2))
+    assert all((gradient == 0).all() for gradient in gradients(from_hidden(tensors, nothing, "dapo"), tensors))
+
+
+@pytest.mark.parametrize("confident", [False, True], ids=["flat", "confident"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("frozen", [False, True], ids=["all-gradients", "frozen-head"])
+@pytest.mark.parametrize("chunk", ["one-tile", "tiles"])
+def test_error_is_that_of_naive_torch(
+    chunk: str, frozen: bool, dtype: torch.dtype, confident: bool, generator: Generator
+) -> None:
+    """Gradients of hidden and weight against float64, at most 1.5 times naive PyTorch's of the same dtype."""
+    rows, hidden_size, vocab = 64, 64, 9001
+    hidden = torch.randn(rows, hidden_size, generator=generator)
+    weight = torch.randn(vocab, hidden_size, generator=generator) / hidden_size**0.5
+    targets = torch.randint(0, vocab, (rows,), generator=generator)
+    if confident:
+        hidden += 18 * weight[targets]
+    hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(not frozen)
+    coefficients = torch.randn(rows, generator=generator)
+    chunk_bytes = None if chunk == "one-tile" else rows * (4096 + hidden_size) * dtype.itemsize
+
+    def exact_and_naive(dtype: torch.dtype) -> list[Tensor]:
+        h, w = (x.detach().to(dtype).requires_grad_(x.requires_grad) for x in (hidden, weight))
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        logp = torch.log_softmax(h @ w.t(), dim=-1, dtype=wide).gather(-1, targets[:, None]).squeeze(-1)
+        return list(torch.autograd.grad((logp * coefficients).sum(), [x for x in (h, w) if x.requires_grad]))
+
+    stats = rlkernels.linear_token_stats(hidden, weight, targets, chunk_bytes=chunk_bytes)
+    if confident:
+        assert stats.logp.exp().median() > 0.99
+    mine = torch.autograd.grad((stats.logp * coefficients).sum(), [x for x in (hidden, weight) if x.requires_grad])
+    for name, actual, naive, exact in zip(
+        ("hidden", "weight"), mine, exact_and_naive(dtype), exact_and_naive(torch.float64), strict=False
+    ):
+        error = (actual.double() - exact).norm().item()
+        own_error = (naive.double() - exact).norm().item()
+        assert error <= 1.5 * own_error, f"{name}: {error:.3e}, naive {own_error:.3e}"
+
+
+def test_autocast_leaves_the_master_weights_gradient_unrounded(generator: Generator) -> None:
+    """B87: float32 weights, bfloat16 GEMMs: each gradient in its input's dtype, the weight's not via bfloat16."""
+    tensors = head(generator, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = from_hidden(tensors, batch_of(generator), "dapo")
+    dhidden, dweight, dbias = gradients(out, tensors)
+    assert (dhidden.dtype, dweight.dtype, dbias.dtype) == (torch.float32,) * 3
+    nonzero = dweight[dweight != 0]
+    assert not torch.equal(nonzero, nonzero.to(torch.bfloat16).float())
+
+
+def test_tied_and_transposed_weights(generator: Generator) -> None:
+    """B34, B103: one leaf looks tokens up and is the head; a head stored as [H, V]."""
+    embedding = draw(generator, 50, HIDDEN)
+    batch = batch_of(generator, vocab=50)
+    tokens = torch.randint(0, 50, (2, 3), generator=generator)
+    linear = rlkernels.linear_policy_loss(embedding[tokens], embedding, batch)
+    naive = rlkernels.policy_loss(embedding[tokens] @ embedding.t(), batch)
+    torch.testing.assert_close(
+        torch.autograd.grad(linear.loss, embedding)[0], torch.autograd.grad(naive.loss, embedding)[0]
+    )
+    stored = embedding.detach().t().contiguous().requires_grad_()
+    out = rlkernels.linear_policy_loss(embedding[tokens].detach(), stored.t(), batch)
+    expected = rlkernels.policy_loss(embedding[tokens].detach() @ stored, batch)
+    torch.testing.assert_close(torch.autograd.grad(out.loss, stored)[0], torch.autograd.grad(expected.loss, stored)[0])
+
+
+def test_lora_gradients_reach_the_adapters(generator: Generator) -> None:
+    """B33: the effective weight is no leaf."""
+    base, a, b = draw(generator, 50, HIDDEN), draw(generator, 2, HIDDEN), draw(generator, 50, 2)
+    base.requires_grad_(False)
+    hidden, batch = draw(generator, 2, 3, HIDDEN), batch_of(generator, vocab=50)
+    linear = rlkernels.linear_policy_loss(hidden, base + b @ a, batch)
+    naive = rlkernels.policy_loss(hidden @ (base + b @ a).t(), batch)
+    for actual, expected in zip(
+        torch.autograd.grad(linear.loss, (a, b)), torch.autograd.grad(naive.loss, (a, b)), strict=True
+    ):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_second_backward_and_linearity_in_upstream(generator: Generator) -> None:
+    """B20, B27."""
+    tensors = head(generator)
+    out = from_hidden(tensors, batch_of(generator), "dapo")
+    once = torch.autograd.grad(out.loss, list(tensors.values()), retain_graph=True)
+    thrice = torch.autograd.grad(3 * out.loss, list(tensors.values()))
+    for one, three in zip(once, thrice, strict=True):
+        torch.testing.assert_close(3 * one, three)
+
+
+def test_no_grad_gives_the_same_bits(generator: Generator) -> None:
+    """B31, B42: frozen or not, with gradients or without."""
+    tensors, targets = head(generator, torch.float32), batch_of(generator).targets
+
+    def logp() -> Tensor:
+        return rlkernels.linear_token_stats(
+            tensors["hidden"], tensors["weight"], targets, bias=tensors["bias"]
+        ).logp.detach()
+
+    with_gradient = logp()
+    with torch.no_grad():
+        without = logp()
+    tensors["weight"].requires_grad_(False)
+    assert torch.equal(with_gradient, without)
+    assert torch.equal(with_gradient, logp())
+
+
+def test_double_backward_is_refused(generator: Generator) -> None:
+    tensors = head(generator)
+    out = from_hidden(tensors, batch_of(generator), "dapo")
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(out.loss, tensors["hidden"], create_graph=True)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)], ids=str)
+def test_no_rows(shape: tuple[int, int], backend: str) -> None:
+    """B101."""
+    hidden, weight = torch.zeros(*shape, 4, requires_grad=True), torch.zeros(5, 4, requires_grad=True)
+    batch = PolicyBatch(torch.zeros(shape, dtype=torch.int64), torch.ones(shape[0]))
+    out = rlkernels.linear_policy_loss(hidden, weight, batch)
+    out.loss.backward()
+    assert out.loss == 0
+    assert (weight.grad == 0).all()
+    assert hidden.grad.shape == hidden.shape
+
+
+def test_operation_contract(generator: Generator) -> None:
+    """Schema, fake and autograd registration; gradcheck on a whole small call."""
+    hidden, weight, bias = draw(generator, 4, 3), draw(generator, 7, 3), draw(generator, 7)
+    targets = torch.tensor([1, -100, 6, 0])
+    one = torch.ones(1, dtype=torch.float64)
+    wanted = (True, True, False, False, False)
+    for with_direction in (False, True):
+        torch.library.opcheck(
+            linear_op,
+            (hidden, weight, bias, targets, one, None, one, -100, *wanted, with_direction, 1 << 20),
+            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+        )
+
+    def outputs(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        stats = rlkernels.linear_token_stats(
+            hidden, weight, targets, bias=bias, softcap=2.0, outputs=("entropy", "lse")
+        )
+        return stats.logp, stats.entropy, stats.lse
+
+    assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
+    assert torch.autograd.gradcheck(lambda hidden: outputs(hidden, weight.detach(), bias.detach()), hidden)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all-gradients", "frozen-head"])
+def test_compiles_whole(frozen: bool, generator: Generator) -> None:
+    tensors, batch = head(generator, torch.float32), batch_of(generator)
+    tensors["weight"].requires_grad_(not frozen)
+    tensors["bias"].requires_grad_(not frozen)
+    needed = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    eager = from_hidden(tensors, batch, "dapo")
+    compiled = torch.compile(from_hidden, fullgraph=True)(tensors, batch, "dapo")
+    torch.testing.assert_close(compiled.loss, eager.loss)
+    for actual, expected in zip(gradients(compiled, needed), gradients(eager, needed), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+HIDDEN_STATES, WEIGHT = torch.zeros(2, 3, 4), torch.zeros(5, 4)
+BAD_CALLS = {
+    "weight-flattened": ({"weight": WEIGHT.view(-1)}, ValueError, r"weight.*\[V, H\].*\[20\]"),
+    "weight-freed": ({"weight": torch.zeros(0)}, ValueError, r"weight.*\[V, H\].*\[0\]"),
+    "weight-swapped": ({"weight": WEIGHT.t()}, ValueError, r"weight.*H = 4.*\[4, 5\]"),
+    "weight-dtype": ({"weight": WEIGHT.bfloat16()}, TypeError, "weight.*float32.*bfloat16"),
+    "weight-device": ({"weight": WEIGHT.to("meta")}, ValueError, "weight.*cpu.*meta"),
+    "weight-none": ({"weight": None}, TypeError, "weight.*None"),
+    "hidden-is-logits": ({"hidden": torch.zeros(2, 3, 5)}, ValueError, r"weight.*H = 5.*\[5, 4\]"),
+    "hidden-integer": ({"hidden": HIDDEN_STATES.long()}, TypeError, "hidden"),
+    "bias-length": ({"bias": torch.zeros(4)}, ValueError, r"bias.*\[5\].*\[4\]"),
+    "bias-dtype": ({"bias": torch.zeros(5).half()}, TypeError, "bias"),
+    "chunk-bytes": ({"chunk_bytes": 0}, ValueError, "chunk_bytes"),
+    "label": ({"weight": torch.zeros(3, 4)}, ValueError, r"targets.*\[0, 3\).*got 3"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_call(name: str, backend: str) -> None:
+    changes, error, message = BAD_CALLS[name]
+    batch = PolicyBatch(torch.tensor([[1, 2, 3], [4, 0, -100]]), torch.ones(2))
+    with pytest.raises(error, match=message):
+        rlkernels.linear_policy_loss(**({"hidden": HIDDEN_STATES, "weight": WEIGHT, "batch": batch} | changes))
+
+
+@pytest.mark.parametrize(
+    "config, softcap, logit_scale",
+    [
+        ({"model_type": "llama"}, None, 1.0),
+        ({"model_type": "gemma2", "final_logit_softcapping": 30.0}, 30.0, 1.0),
+        ({"model_type": "recurrent_gemma", "logits_soft_cap": 30.0}, 30.0, 1.0),
+        ({"model_type": "cohere", "logit_scale": 0.0625}, None, 0.0625),
+        ({"model_type": "falcon_h1", "lm_head_multiplier": 0.02}, None, 0.02),
+        ({"model_type": "granitemoe", "logits_scaling": 8.0}, None, 0.125),
+        ({"model_type": "hyperclovax", "logits_scaling": 0.125}, None, 0.125),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_head_arguments(config: dict[str, Any], softcap: float | None, logit_scale: float) -> None:
+    arguments = rlkernels.head_arguments(SimpleNamespace(**config))
+    assert arguments == {"softcap": softcap, "logit_scale": logit_scale}
+
+
+def test_unknown_logits_scaling_is_refused() -> None:
+    with pytest.raises(ValueError, match="logits_scaling"):
+        rlkernels.head_arguments(SimpleNamespace(model_type="new", logits_scaling=2.0))
+
+
+def test_entropy_bonus_with_a_frozen_head(generator: Generator) -> None:
+    """A gradient through the entropy makes the logits again."""
+    tensors = head(generator)
+    tensors["weight"].requires_grad_(False)
+    tensors["bias"].requires_grad_(False)
+    assert_equal_paths(tensors, batch_of(generator), GRPO(entropy_coef=0.1))
