@@ -40,7 +40,7 @@ def _bench(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from rlkernels.cli import doctor
 
-    return doctor.run()
+    return doctor.explain(*options.explain) if options.explain else doctor.run()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,6 +92,13 @@ def _parser() -> argparse.ArgumentParser:
         help="print every backend, and why one is unavailable",
         description="Prints versions, machine, and every backend with the reason where one is unavailable. "
         "Paste it into bug reports.",
+    )
+    doctor.add_argument(
+        "--explain",
+        nargs=3,
+        type=_positive,
+        metavar=("N", "V", "H"),
+        help="print how linear_policy_loss cuts up N tokens, vocabulary V and hidden size H (bfloat16)",
     )
     doctor.set_defaults(run=_doctor)
     return parser

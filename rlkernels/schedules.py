@@ -46,5 +46,38 @@ def backward_blocks(rows: int, hidden_size: int, vocab: int, itemsize: int, chun
     return Blocks(max(1, rows), min(max(columns, _NARROWEST_TILE), _WIDEST_TILE, vocab))
 
 
+def explain(rows: int, hidden_size: int, vocab: int, itemsize: int, chunk_bytes: int) -> list[str]:
+    """The schedule in words, and what it costs beside the logits that it does without."""
+    sizes = (rows, hidden_size, vocab, itemsize, chunk_bytes)
+    forward, backward = forward_blocks(*sizes), backward_blocks(*sizes)
+    gemm = 2 * rows * hidden_size * vocab / 1e12
+    largest = max(blocks.rows * blocks.columns for blocks in (forward, backward)) * itemsize
+    return [
+        f"logits [{rows:,}, {vocab:,}] would take {_mib(rows * vocab * itemsize)}, and their gradient as much again",
+        f"forward   1 GEMM of {gemm:.3g} TFLOP, in {_count(forward, rows, vocab)} of {_shape(forward)}: "
+        "a tile's logits are reduced to row states and dropped",
+        f"backward  3 GEMMs, in {_count(backward, rows, vocab)} of {_shape(backward)}: "
+        "a tile's logits are made again, turned into their gradient in place, and multiplied into "
+        "dhidden (summed in float32) and dweight (finished by one GEMM)",
+        "frozen    2 GEMMs in forward and none in backward: dlogp/dhidden is kept in float32 "
+        f"({_mib(4 * rows * hidden_size)}); a gradient through entropy or lse makes the logits again",
+        f"memory    one chunk of {_mib(largest)} and a float32 [N, H] of {_mib(4 * rows * hidden_size)}",
+        "rows that are masked, and in backward rows without a gradient, enter no GEMM",
+    ]
+
+
+def _count(blocks: Blocks, rows: int, vocab: int) -> str:
+    count = -(-rows // blocks.rows) * -(-vocab // blocks.columns)
+    return f"{count} tile{'s' if count > 1 else ''}"
+
+
+def _shape(blocks: Blocks) -> str:
+    return f"[{blocks.rows:,}, {blocks.columns:,}]"
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"
+
+
 def _columns(rows: int, hidden_size: int, itemsize: int, chunk_bytes: int) -> int:
     return max(0, chunk_bytes // (max(1, rows) * itemsize) - hidden_size)

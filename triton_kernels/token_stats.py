@@ -214,8 +214,10 @@ def token_stats_backward_kernel(
 
         target_column = target - vocab_start
         has_target = (target_column >= 0) & (target_column < width)
-        target_x = tl.load(row_logits + tl.where(has_target, target_column, 0) * stride_vocab).to(dtype)
-        tl.debug_barrier()  # every warp has read it before one stores the gradient in its place
+        # every warp has read it before one stores the gradient in its place; AMD's barrier awaits volatile loads alone
+        target_pointer = row_logits + tl.where(has_target, target_column, 0) * stride_vocab
+        target_x = tl.load(target_pointer, volatile=True).to(dtype)
+        tl.debug_barrier()
         target_u, target_tanh_slope = transform_logits(target_x, inner_scale, softcap is not None)
         target_dx = logit_gradient(target_u, m, k, target_a, b)
         target_dx -= row_dlogp * slope * expm1(k * (target_u - m) - log_s)

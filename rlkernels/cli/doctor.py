@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 
 import rlkernels
-from rlkernels import backends
+from rlkernels import backends, schedules
 from rlkernels.cli import machine
+
+
+def explain(rows: int, vocab: int, hidden_size: int) -> int:
+    """Prints how the linear path would cut up bfloat16 hidden states `[rows, H]` and a head `[V, H]`."""
+    for line in schedules.explain(rows, hidden_size, vocab, torch.bfloat16.itemsize, schedules.DEFAULT_CHUNK_BYTES):
+        print(line)
+    return 0
 
 
 def run() -> int:
