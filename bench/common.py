@@ -20,8 +20,10 @@ class Shape(NamedTuple):
     groups: int
     responses: int  # of a group
     length: int  # of a response, in tokens
+    slow_rounds: int  # of what takes seconds
     rounds: int  # of what takes a second
     short_rounds: int  # of what takes milliseconds, where more are needed against noise
+    is_quick: bool
 
 
 def compare(

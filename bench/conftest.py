@@ -10,8 +10,8 @@ from common import Shape
 
 from rlkernels.cli import loss_twins, machine
 
-FULL = Shape(tokens=512, vocab=151_936, groups=64, responses=16, length=4096, rounds=9, short_rounds=51)
-QUICK = Shape(tokens=128, vocab=1024, groups=2, responses=4, length=64, rounds=2, short_rounds=2)
+FULL = Shape(512, 151_936, 64, 16, 4096, slow_rounds=3, rounds=9, short_rounds=51, is_quick=False)
+QUICK = Shape(128, 1024, 2, 4, 64, slow_rounds=1, rounds=2, short_rounds=2, is_quick=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

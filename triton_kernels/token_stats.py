@@ -214,10 +214,11 @@ def token_stats_backward_kernel(
 
         target_column = target - vocab_start
         has_target = (target_column >= 0) & (target_column < width)
-        # every warp has read it before one stores the gradient in its place; AMD's barrier awaits volatile loads alone
-        target_pointer = row_logits + tl.where(has_target, target_column, 0) * stride_vocab
-        target_x = tl.load(target_pointer, volatile=True).to(dtype)
-        tl.debug_barrier()
+        # One thread reads it and a sum hands it on, so that no warp can store the gradient in its place before that.
+        # A barrier after a load of every warp is not enough: AMD's does not wait for loads.
+        lanes = tl.arange(0, BLOCK)
+        target_pointers = row_logits + target_column * stride_vocab + lanes
+        target_x = tl.sum(tl.load(target_pointers, mask=has_target & (lanes == 0), other=0.0).to(dtype), axis=0)
         target_u, target_tanh_slope = transform_logits(target_x, inner_scale, softcap is not None)
         target_dx = logit_gradient(target_u, m, k, target_a, b)
         target_dx -= row_dlogp * slope * expm1(k * (target_u - m) - log_s)

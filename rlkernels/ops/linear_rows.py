@@ -39,6 +39,10 @@ class LinearRows(NamedTuple):
     def weight_tile(self, columns: slice) -> Tensor:
         return self.weight[columns].to(self.hidden.dtype)
 
+    def label_columns(self) -> Tensor:
+        """`targets` as an index: a bad label, which gives NaN on a GPU, is never an address."""
+        return self.targets.clamp(0, self.weight.shape[0] - 1)
+
     def logits(self, columns: slice, buffer: Tensor) -> Rows:
         """The rows' logits of some columns, written into `buffer`."""
         shape = (self.hidden.shape[0], columns.stop - columns.start)
@@ -159,12 +163,13 @@ def _rescaling(rows: LinearRows, before: Tensor, after: Tensor) -> Tensor:
 
 def _direction(rows: LinearRows, stats: RowStats, others: Tensor) -> Tensor:
     """dlogp/dhidden = (1 - p_y) z'_y weight[y] - sum_{v != y} p_v z'_v weight[v]; the difference before rounding."""
-    target_weight = rows.weight[rows.targets].to(others.dtype)
+    columns = rows.label_columns()
+    target_weight = rows.weight[columns].to(others.dtype)
     slope = (rows.logit_scale / rows.temperature).expand(rows.targets.shape[0])
     if rows.softcap is not None:
         target_logit = (rows.hidden.to(others.dtype) * target_weight).sum(-1)
         if rows.bias is not None:
-            target_logit += rows.bias[rows.targets].to(others.dtype)
+            target_logit += rows.bias[columns].to(others.dtype)
         e = torch.exp(-2 * (rows.logit_scale * target_logit / rows.softcap).abs())
         slope = slope * 4 * e / (1 + e) ** 2
     coefficient = -torch.expm1(stats.logp) * slope
@@ -217,8 +222,9 @@ def linear_backward(
             if need_bias:
                 dbias[columns] = dlogits.sum(0, dtype=compute_dtype(dlogits.dtype))
     if total is not None and dtarget is not None:
+        labels = part.label_columns()
         for block in schedules.Blocks(256, vocab).row_ranges(count):  # weight[y] is another [N, H]
-            target_weight = rows.weight[part.targets[block]].to(total.total.dtype)
+            target_weight = rows.weight[labels[block]].to(total.total.dtype)
             total.total[block] += dtarget[block, None] * target_weight
         dhidden[index] = total.total.to(dhidden.dtype)
     return dhidden, dweight, dbias
