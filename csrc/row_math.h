@@ -73,19 +73,23 @@ struct RowTransform {
   }
 };
 
-// tanh and its derivative from one exponential; 1 - tanh^2 would be 0 in fp32 from |x| = 10 on.
-// V is a scalar or a vector type with its own exp, abs and copysign.
+// tanh x = x + x^3 (kTanh[0] + kTanh[1] x^2 + ...) below kTanhNear, where (1 - e) / (1 + e) would cancel. Coefficients
+// of Cephes' tanhf.
+constexpr float kTanhNear = 0.625f;
+constexpr float kTanh[5] = {-3.33332819422e-1f, 1.33314422036e-1f, -5.37397155531e-2f, 2.06390887954e-2f,
+                            -5.70498872745e-3f};
+
 template <class V>
 struct Tanh {
   V value, slope;
 };
-template <class V>
-HOST_DEVICE Tanh<V> tanh_with_slope(V x) {
-  using std::abs, std::copysign, std::exp2;
-  const V one(1);
-  const V e = exp2(V(-2 / kLn2) * abs(x));
-  const V r = one / (one + e);
-  return {copysign((one - e) * r, x), V(4) * e * r * r};
+
+// tanh and its derivative, the latter from e = e^-2|x|: 1 - tanh^2 would be 0 in double from |x| = 19 on (in float
+// from 10 on). A vector type brings its own.
+HOST_DEVICE Tanh<double> tanh_with_slope(double x) {
+  const double e = std::exp(-2 * std::abs(x));
+  const double r = 1 / (1 + e);
+  return {std::tanh(x), 4 * e * r * r};
 }
 
 template <class T>

@@ -51,6 +51,11 @@ def require_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name}: expected a tensor, got {describe(value)}")
 
 
+def require_strided(name: str, value: Tensor) -> None:
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got layout {value.layout} of {describe(value)}")
+
+
 def require_dtype(name: str, value: Tensor, dtypes: Iterable[torch.dtype]) -> None:
     dtypes = tuple(dtypes)
     if value.dtype not in dtypes:
@@ -70,12 +75,17 @@ def require_same_device(reference_name: str, reference: Tensor, **others: Tensor
             raise ValueError(f"{name}: expected on {reference.device} like {reference_name}, got {describe(tensor)}")
 
 
-def require_number(name: str, value: Any, *, above: float = -math.inf, at_least: float = -math.inf) -> None:
-    """A finite number in the given range."""
+def require_number(
+    name: str, value: Any, *, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf
+) -> None:
+    """A finite number in the given range. A compiled number may be symbolic; the operations check values again."""
+    if torch.compiler.is_compiling():
+        return
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected a number, got {describe(value)}")
-    if not math.isfinite(value) or value <= above or value < at_least:
-        bounds = f" > {above:g}" if above > -math.inf else f" >= {at_least:g}" if at_least > -math.inf else ""
+    if not math.isfinite(value) or value <= above or value < at_least or value > at_most:
+        limits = ((" > ", above), (" >= ", at_least), (" <= ", at_most))
+        bounds = " and".join(f"{sign}{limit:g}" for sign, limit in limits if math.isfinite(limit))
         raise ValueError(f"{name}: expected a finite number{bounds}, got {value!r}")
 
 

@@ -30,6 +30,7 @@ def row_stats(rows: Rows) -> RowStats:
     # p log p is 0 where p is 0; the product itself would be 0 * -inf
     finite_log_probs = log_probs.masked_fill(z == -torch.inf, 0.0)
     row_max = z.amax(dim=-1)
+    nowhere = row_max == -torch.inf  # a row that is -inf throughout has no distribution
 
     def zero_if_ignored(value: Tensor) -> Tensor:
         return torch.where(used, value, torch.zeros_like(value))
@@ -37,10 +38,10 @@ def row_stats(rows: Rows) -> RowStats:
     return RowStats(
         logp=zero_if_ignored(log_probs.gather(-1, targets).squeeze(-1)),
         entropy=zero_if_ignored(-(log_probs.exp() * finite_log_probs).sum(-1)),
-        lse=zero_if_ignored(torch.logsumexp(z, dim=-1)),
+        lse=zero_if_ignored(torch.where(nowhere, torch.nan, torch.logsumexp(z, dim=-1))),
         log_sum_sq_probs=zero_if_ignored(torch.logsumexp(2 * log_probs, dim=-1)).detach(),
         mean_logits=zero_if_ignored(z.mean(dim=-1)).detach(),
-        is_top1=used & (z.argmax(dim=-1) == targets.squeeze(-1)),
+        is_top1=used & ~nowhere & (z.argmax(dim=-1) == targets.squeeze(-1)),
         row_max=zero_if_ignored(row_max).detach(),
         log_sum_exp=zero_if_ignored(torch.logsumexp(z - row_max[:, None], dim=-1)).detach(),
     )

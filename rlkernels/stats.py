@@ -132,6 +132,8 @@ def linear_token_stats(
 
 
 def _wanted(outputs: Sequence[str]) -> Wanted:
+    if isinstance(outputs, str) or not isinstance(outputs, Sequence):
+        raise TypeError(f"outputs: expected a sequence of names, got {checks.describe(outputs)}")
     for name in outputs:
         checks.require_choice("outputs", name, OUTPUTS)
     return Wanted(*(name in outputs for name in OUTPUTS))
@@ -171,10 +173,11 @@ def make_rows(
 ) -> Rows:
     """Checked arguments of a sweep, with logits as `[outer, inner, V]` without copying them."""
     checks.require_tensor("logits", logits)
+    checks.require_strided("logits", logits)
     checks.require_dtype("logits", logits, checks.FLOAT_DTYPES)
     if logits.ndim == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits: expected shape [..., V] with V >= 1, got {checks.describe(logits)}")
-    _check_targets("logits", logits, targets)
+    _check_targets("logits", logits, targets, ignore_index)
     if logits.ndim < 3:
         rows = logits.view(1, -1, logits.shape[-1]) if logits.ndim == 1 else logits.unsqueeze(0)
     else:
@@ -196,6 +199,7 @@ def make_linear_rows(
     for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if tensor is not None or name != "bias":
             checks.require_tensor(name, tensor)
+            checks.require_strided(name, tensor)
             checks.require_dtype(name, tensor, checks.FLOAT_DTYPES)
             if type(tensor).__name__ == "DTensor":
                 raise ValueError(f"{name}: expected a whole tensor, got a DTensor; pass its full_tensor()")
@@ -210,7 +214,7 @@ def make_linear_rows(
     if bias is not None:
         checks.require_shape("bias", bias, (weight.shape[0],))
         checks.require_dtype("bias", bias, (weight.dtype,))
-    _check_targets("hidden", hidden, targets)
+    _check_targets("hidden", hidden, targets, ignore_index)
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     elif weight.dtype != hidden.dtype:
@@ -219,7 +223,11 @@ def make_linear_rows(
     return LinearRows(hidden.reshape(-1, hidden.shape[-1]), weight, bias, _flat(targets), *scaling, ignore_index)
 
 
-def _check_targets(name: str, rows: Tensor, targets: Tensor) -> None:
+def _check_targets(name: str, rows: Tensor, targets: Tensor, ignore_index: int) -> None:
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int | torch.SymInt):
+        raise TypeError(f"ignore_index: expected an integer, got {checks.describe(ignore_index)}")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index: expected a 64-bit integer, got {ignore_index}")
     checks.require_tensor("targets", targets)
     checks.require_dtype("targets", targets, checks.INTEGER_DTYPES)
     checks.require_shape("targets", targets, tuple(rows.shape[:-1]))
@@ -258,12 +266,14 @@ def _as_values(name: str, value: Number, device: torch.device, dtype: torch.dtyp
     if not isinstance(value, Tensor):
         if not isinstance(value, numbers.Real) and not isinstance(value, torch.SymFloat | torch.SymInt):
             raise TypeError(f"{name}: expected a number or a tensor, got {checks.describe(value)}")
-        checks.require_number(name, value, above=0.0)
+        largest = torch.finfo(dtype).max
+        checks.require_number(name, value, above=0.0, at_most=largest)
         return torch.full((), float(value), dtype=dtype, device=device)
     if value.requires_grad:
         raise ValueError(f"{name}: expected a tensor without gradient (none is computed), got one that requires it")
     if value.dtype not in (*checks.FLOAT_DTYPES, *checks.INTEGER_DTYPES):
         raise TypeError(f"{name}: expected a real dtype, got {checks.describe(value)}")
-    if value.ndim > 0 and value.device != device:
+    # a 0-d tensor on the CPU is a number, as everywhere in PyTorch
+    if value.device != device and not (value.ndim == 0 and value.device.type == "cpu"):
         raise ValueError(f"{name}: expected on {device} like logits, got {checks.describe(value)}")
     return value.to(device=device, dtype=dtype)

@@ -39,11 +39,20 @@ def expm1(x):
 
 @triton.jit
 def tanh_with_slope(x):
-    # both from one exponential: 1 - tanh^2 is 0 in float32 from |x| = 10 on
+    # the slope from an exponential: 1 - tanh^2 is 0 in float32 from |x| = 10 on
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
     r = 1.0 / (1.0 + e)
-    value = (1.0 - e) * r
-    return tl.where(x < 0.0, -value, value), 4.0 * e * r * r
+    far = (1.0 - e) * r
+    value = tl.where(x < 0.0, -far, far)
+    slope = 4.0 * e * r * r
+    if x.dtype != tl.float64:
+        # near 0 that would cancel: Cephes' tanhf, as in csrc/row_math.h
+        z = x * x
+        p = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
+        is_near = tl.abs(x) < 0.625
+        value = tl.where(is_near, (p - 3.33332819422e-1) * z * x + x, value)
+        slope = tl.where(is_near, 1.0 - value * value, slope)
+    return value, slope
 
 
 @triton.jit

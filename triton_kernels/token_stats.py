@@ -271,6 +271,12 @@ def empty_states(count: int, logits: Tensor) -> Tensor:
     return logits.new_empty(count, STATE_SIZE.value, dtype=compute_dtype(logits.dtype))
 
 
+def _none_for_empty(columns: RowStats | SavedStats | Upstream) -> dict[str, Tensor | None]:
+    return {
+        name: None if column is None or column.numel() == 0 else column for name, column in columns._asdict().items()
+    }
+
+
 def token_stats_forward(rows: Rows, stats: RowStats, tile: Tile | None = None, states: Tensor | None = None) -> None:
     arguments = _row_arguments(rows, tile)
     checks.check_row_values(
@@ -288,9 +294,8 @@ def token_stats_forward(rows: Rows, stats: RowStats, tile: Tile | None = None, s
         # Triton lays a segment out over the threads, and so orders its sums, by what the strides are divisible by.
         # This one is only multiplied by 0 here: it makes that the same for every tile and for whole rows.
         arguments["stride_outer"] = tile.vocab
-    outputs = {name: tensor if tensor.numel() else None for name, tensor in stats._asdict().items()}
     with configs.device_of(rows.logits):
-        token_stats_forward_kernel[(count,)](**arguments, **outputs, states=states)
+        token_stats_forward_kernel[(count,)](**arguments, **_none_for_empty(stats), states=states)
 
 
 def token_stats_backward(
@@ -305,7 +310,7 @@ def token_stats_backward(
     count = rows.targets.shape[0]
     if count == 0:
         return
-    arguments = {**_row_arguments(rows, tile), **saved._asdict(), **upstream._asdict()}
+    arguments = {**_row_arguments(rows, tile), **_none_for_empty(saved), **_none_for_empty(upstream)}
     if upstream.dentropy is None:
         arguments["entropy"] = None
     with configs.device_of(rows.logits):

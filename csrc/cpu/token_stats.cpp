@@ -329,7 +329,7 @@ void backward_row(const TokenStatsBackwardParams& p, int64_t row) {
 
   if (!has_target) return;
   if (transform.capped) {
-    const Tanh<double> tanh = tanh_with_slope(transform.inner_scale * u);
+    const Tanh<double> tanh = rlk::tanh_with_slope(transform.inner_scale * u);
     u = tanh.value;
     tanh_slope = tanh.slope;
   }

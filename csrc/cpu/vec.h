@@ -78,6 +78,9 @@ RLK_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a.v, b.v, c.v);
 // The second operand wins where one is NaN.
 RLK_INLINE Vec max_keep_second_nan(Vec a, Vec b) { return _mm512_max_ps(a.v, b.v); }
 RLK_INLINE Vec abs(Vec a) { return _mm512_abs_ps(a.v); }
+RLK_INLINE Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v);
+}
 RLK_INLINE Vec copysign(Vec magnitude, Vec sign) {
   const __m512i bit = _mm512_set1_epi32(INT32_MIN);
   return _mm512_castsi512_ps(
@@ -169,9 +172,16 @@ RLK_INLINE Vec abs(Vec a) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
 }
-RLK_INLINE Vec copysign(Vec magnitude, Vec sign) {
+RLK_INLINE Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
+  return {_mm256_blendv_ps(no.lo, yes.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)),
+          _mm256_blendv_ps(no.hi, yes.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))};
+}
+RLK_INLINE __m256 copysign(__m256 magnitude, __m256 sign) {
   const __m256 bit = _mm256_set1_ps(-0.0f);
-  return {_mm256_blendv_ps(magnitude.lo, sign.lo, bit), _mm256_blendv_ps(magnitude.hi, sign.hi, bit)};
+  return _mm256_or_ps(_mm256_andnot_ps(bit, magnitude), _mm256_and_ps(bit, sign));
+}
+RLK_INLINE Vec copysign(Vec magnitude, Vec sign) {
+  return {copysign(magnitude.lo, sign.lo), copysign(magnitude.hi, sign.hi)};
 }
 RLK_INLINE Vec round(Vec a) {
   constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
@@ -245,6 +255,9 @@ RLK_INLINE Vec max_keep_second_nan(Vec a, Vec b) {
 RLK_INLINE Vec abs(Vec a) {
   return lanewise([&](int i) { return std::fabs(a.v[i]); });
 }
+RLK_INLINE Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
+  return lanewise([&](int i) { return a.v[i] < b.v[i] ? yes.v[i] : no.v[i]; });
+}
 RLK_INLINE Vec copysign(Vec magnitude, Vec sign) {
   return lanewise([&](int i) { return std::copysign(magnitude.v[i], sign.v[i]); });
 }
@@ -264,13 +277,24 @@ RLK_INLINE void stream_fence() {}
 
 #endif
 
-// 2^w for w <= 127; 0 from the row state's floor down.
+// 2^w for w in [Exp2Floor, 127]; 0 at the floor.
 RLK_INLINE Vec exp2(Vec w) {
   const Vec n = round(w);
   const Vec f = w - n;
   Vec p(kExp2[5]);
   for (int i = 4; i >= 0; --i) p = fma(p, f, Vec(kExp2[i]));
   return scale_by_power_of_two(fma(p, f, Vec(1.0f)), n);
+}
+
+RLK_INLINE Tanh<Vec> tanh_with_slope(Vec x) {
+  const Vec one(1.0f), magnitude = abs(x), near(kTanhNear);
+  const Vec e = exp2(max_keep_second_nan(Vec(Exp2Floor<float>::value), Vec(static_cast<float>(-2 / kLn2)) * magnitude));
+  const Vec r = one / (one + e);
+  const Vec z = x * x;
+  Vec p(kTanh[4]);
+  for (int i = 3; i >= 0; --i) p = fma(p, z, Vec(kTanh[i]));
+  const Vec value = select_less(magnitude, near, fma(p * z, x, x), copysign((one - e) * r, x));
+  return {value, select_less(magnitude, near, one - value * value, Vec(4.0f) * e * r * r)};
 }
 
 template <class T>
@@ -290,12 +314,14 @@ struct Lane<double> {
 RLK_INLINE Lane<double> operator+(Lane<double> a, Lane<double> b) { return Lane<double>(a.v + b.v); }
 RLK_INLINE Lane<double> operator-(Lane<double> a, Lane<double> b) { return Lane<double>(a.v - b.v); }
 RLK_INLINE Lane<double> operator*(Lane<double> a, Lane<double> b) { return Lane<double>(a.v * b.v); }
-RLK_INLINE Lane<double> operator/(Lane<double> a, Lane<double> b) { return Lane<double>(a.v / b.v); }
 RLK_INLINE Lane<double> fma(Lane<double> a, Lane<double> b, Lane<double> c) { return Lane<double>(a.v * b.v + c.v); }
 RLK_INLINE Lane<double> max_keep_second_nan(Lane<double> a, Lane<double> b) { return a.v > b.v ? a : b; }
-RLK_INLINE Lane<double> abs(Lane<double> a) { return Lane<double>(std::fabs(a.v)); }
 RLK_INLINE Lane<double> copysign(Lane<double> a, Lane<double> b) { return Lane<double>(std::copysign(a.v, b.v)); }
 RLK_INLINE Lane<double> exp2(Lane<double> a) { return Lane<double>(std::exp2(a.v)); }
+RLK_INLINE Tanh<Lane<double>> tanh_with_slope(Lane<double> x) {
+  const Tanh<double> tanh = rlk::tanh_with_slope(x.v);
+  return {Lane<double>(tanh.value), Lane<double>(tanh.slope)};
+}
 
 template <class V, class Elem>
 RLK_INLINE void load_pair(const Elem* p, V* pair) {
