@@ -288,7 +288,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--objective", choices=OBJECTIVES, default="grpo", help="recipe of the loss")
-    add("--steps", type=int, default=30, help="rounds of sampling")
+    add("--steps", type=int, default=15, help="rounds of sampling")
     add("--seeds", type=int, nargs="+", default=[0], help="one run from the untrained model for each")
     add("--prompts-per-step", type=int, default=6, help="questions in a step")
     add("--group-size", type=int, default=8, help="answers to each question")

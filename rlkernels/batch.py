@@ -65,6 +65,7 @@ class PolicyBatch:
         if targets is not None:
             checks.require_tensor("targets", targets)
             checks.require_dtype("targets", targets, checks.INTEGER_DTYPES)
+            targets = targets.to(torch.int64)  # a narrower dtype may not hold -100
         self.targets = targets
         self.mask = _mask(targets, mask)
         self.advantages = _as_float("advantages", advantages)
@@ -73,6 +74,9 @@ class PolicyBatch:
         self.weight = None if weight is None else _as_float("weight", weight)
         self.policy_weight = None if policy_weight is None else _as_float("policy_weight", policy_weight)
         self.cu_seqlens = cu_seqlens
+        self.span = slice(None)
+        if not isinstance(extras, Mapping | None):
+            raise TypeError(f"extras: expected a mapping from names to tensors, got {checks.describe(extras)}")
         self.extras = {name: _as_float(f"extras[{name!r}]", value) for name, value in (extras or {}).items()}
         like = next((x for x in (targets, self.mask, self.old_logp, self.ref_logp) if x is not None), None)
         if like is not None:
@@ -113,6 +117,7 @@ class PolicyBatch:
         """
         for name, value in (("input_ids", input_ids), ("loss_mask", loss_mask), ("advantages", advantages)):
             checks.require_tensor(name, value)
+        checks.require_dtype("input_ids", input_ids, checks.INTEGER_DTYPES)
         checks.require_shape("loss_mask", loss_mask, tuple(input_ids.shape))
         check_layout(tuple(input_ids.shape), cu_seqlens, input_ids.device)
         is_last = torch.zeros_like(input_ids, dtype=torch.bool)
@@ -163,15 +168,14 @@ class PolicyBatch:
     def per_token(value: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
         """A `[B]`, `[B, 1]` or token-shaped value as flat `[N]`."""
         flat = value.reshape(-1)
-        if flat.shape[0] != segments.tokens:
-            flat = segments.expand(flat)
-        return flat.to(dtype)
+        return (flat if tuple(value.shape) == segments.shape else segments.expand(flat)).to(dtype)
 
     def split(self, k: int) -> list[PolicyBatch]:
         """`k` micro-batches of whole sequences (fewer if there are fewer sequences), in order.
 
-        Each has `span`, the slice of the tokens' first dimension (of the packed dimension if `cu_seqlens` is
-        given) that it covers: `policy_loss(logits[part.span], part, ...)`. Reads `cu_seqlens` on the host.
+        Each has `span`, the slice of the tokens' first dimension (of N where they are packed) that it covers:
+        `policy_loss(logits[part.span], part, ...)`, `logits[:, part.span]` for `[1, N]`. Reads `cu_seqlens` on the
+        host.
 
         Raises:
             ValueError: `k` < 1, or a batch without targets and mask, whose size is not known.
@@ -221,8 +225,6 @@ class PolicyBatch:
         )
         part.span = span
         return part
-
-    span: slice = slice(None)
 
     def to(self, device: torch.device | str) -> PolicyBatch:
         """The same batch with every tensor on `device`."""

@@ -83,7 +83,8 @@ def require_number(
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected a number, got {describe(value)}")
-    if not math.isfinite(value) or value <= above or value < at_least or value > at_most:
+    number = float(value)
+    if not math.isfinite(number) or number <= above or number < at_least or number > at_most:
         limits = ((" > ", above), (" >= ", at_least), (" <= ", at_most))
         bounds = " and".join(f"{sign}{limit:g}" for sign, limit in limits if math.isfinite(limit))
         raise ValueError(f"{name}: expected a finite number{bounds}, got {value!r}")

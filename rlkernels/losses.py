@@ -48,10 +48,12 @@ def policy_loss(
         logits: `[B, T, V]`, or packed `[N, V]` or `[1, N, V]`; any strides; float64, float32, bfloat16, float16.
         batch: everything else about the tokens. Masked tokens' logits are not read.
         objective: a recipe's name (`rlkernels.RECIPES`), an instance from `rlkernels.objectives`, or any
-            callable `(logp, batch) -> per-token loss`, both in the batch's layout.
+            callable `(logp, batch) -> per-token loss`, both in the batch's layout, which applies the batch's
+            weights itself.
         reduction: `token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum`, `seq_mean_token_sum_norm`,
             `token_sum` or `none`; None: the recipe's.
-        normalizer: replaces the reduction's denominator (see `global_normalizer`); a number or 0-d tensor.
+        normalizer: replaces the reduction's denominator (see `global_normalizer`); a number or 0-d tensor, >= 0. 0, the
+            count of an empty batch, gives the loss 0 of one.
         temperature, softcap, logit_scale: as in `token_stats`; a `[B]` temperature goes by sequence.
 
     Returns:
@@ -170,6 +172,7 @@ def logp_policy_loss(
     segments = batch.check_against(tuple(logp.shape), logp.device)
     if entropy is not None:
         checks.require_tensor("entropy", entropy)
+        checks.require_dtype("entropy", entropy, checks.FLOAT_DTYPES)
         checks.require_shape("entropy", entropy, tuple(logp.shape))
         checks.require_same_device("logp", logp, entropy=entropy)
     elif isinstance(recipe.objective, Objective) and recipe.objective.entropy_coef != 0:
@@ -257,6 +260,9 @@ class _Packed:
         old_logp = self.logp.detach() if self.old_logp is None else self.old_logp
         advantages = flat(batch.advantages)
         assert advantages is not None
+        for factor in (self.weight, self.policy_weight):
+            if factor is not None:  # selects the advantage away, so that an infinite one has no gradient either
+                advantages = torch.where(factor == 0, 0, advantages)
         extras = {name: flat(value) for name, value in batch.extras.items()}
         self.tokens = Tokens(
             logp=self.logp,
@@ -287,8 +293,10 @@ def _objective_values(objective: Objective, packed: _Packed) -> tuple[Tensor, Po
 def _callable_values(function: ObjectiveFunction, logp: Tensor, packed: _Packed) -> Tensor:
     values = function(packed.logp.reshape(logp.shape), packed.batch)
     checks.require_tensor("objective's result", values)
+    checks.require_dtype("objective's result", values, checks.FLOAT_DTYPES)
     checks.require_shape("objective's result", values, tuple(logp.shape))
-    return torch.where(packed.mask, values.reshape(-1), 0)
+    checks.require_same_device("logp", logp, **{"objective's result": values})
+    return torch.where(packed.mask, values.reshape(-1).to(packed.logp.dtype), 0)
 
 
 def _metrics(packed: _Packed, policy: PolicyTerms | None, kl: Tensor | None) -> Metrics:

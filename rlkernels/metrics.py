@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlkernels import checks
+
 
 class Metrics(Mapping[str, Tensor]):
     """A mapping from name to a 0-d tensor that keeps sums, counts and extremes instead of means.
@@ -59,18 +61,23 @@ class Metrics(Mapping[str, Tensor]):
         Raises:
             ValueError: no parts, or parts with different names.
         """
+        parts = list(parts)
         if not parts:
             raise ValueError("parts: expected at least one Metrics, got none")
+        for part in parts:
+            if not isinstance(part, Metrics):
+                raise TypeError(f"parts: expected Metrics, got {checks.describe(part)}")
         names = list(parts[0])
         for part in parts:
             if list(part) != names:
                 raise ValueError(f"parts: expected the same metrics {names} in each, got {list(part)}")
         first = parts[0]
+
+        def total(name: str, column: int) -> Tensor:
+            return torch.stack([part._means[name][column] for part in parts]).sum()
+
         return Metrics(
-            {
-                name: (sum_of([p._means[name][0] for p in parts]), sum_of([p._means[name][1] for p in parts]))
-                for name in first._means
-            },
+            {name: (total(name, 0), total(name, 1)) for name in first._means},
             {name: torch.stack([p._minima[name] for p in parts]).amin() for name in first._minima},
             {name: torch.stack([p._maxima[name] for p in parts]).amax() for name in first._maxima},
         )
@@ -80,13 +87,12 @@ class Metrics(Mapping[str, Tensor]):
         sums = torch.stack([value for pair in self._means.values() for value in pair])
         dist.all_reduce(sums, group=group)
         means = {name: (sums[2 * i], sums[2 * i + 1]) for i, name in enumerate(self._means)}
-        extremes = torch.stack([*(-value for value in self._minima.values()), *self._maxima.values()])
+        values = [*(-value for value in self._minima.values()), *self._maxima.values()]
+        if not values:
+            return Metrics(means)
+        extremes = torch.stack(values)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         count = len(self._minima)
         minima = {name: -extremes[i] for i, name in enumerate(self._minima)}
         maxima = {name: extremes[count + i] for i, name in enumerate(self._maxima)}
         return Metrics(means, minima, maxima)
-
-
-def sum_of(values: list[Tensor]) -> Tensor:
-    return torch.stack(values).sum()

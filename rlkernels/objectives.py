@@ -82,8 +82,8 @@ class Objective:
         kl_clamp: limits the estimate to +- this; the gradient is 0 outside.
         kl_importance_weighted: multiplies the estimate by the ratio, with gradient through both.
         entropy_coef: weight of the entropy bonus; needs entropies.
-        entropy_reduction: the bonus's reduction; the loss's `normalizer` applies to it where the two are the
-            same.
+        entropy_reduction: the bonus's reduction. The loss's `normalizer` applies to it where the two reductions are
+            the same; only then does the bonus of micro-batches add up to the big batch's.
     """
 
     level: str = "token"
@@ -103,6 +103,8 @@ class Objective:
             self._require_positive(name, optional=True)
         checks.require_number("kl_coef", self.kl_coef, at_least=0.0)
         checks.require_number("entropy_coef", self.entropy_coef)
+        if not isinstance(self.kl_importance_weighted, bool):
+            raise TypeError(f"kl_importance_weighted: expected a bool, got {self.kl_importance_weighted!r}")
         for name, value in (
             ("kl_clamp", self.kl_clamp),
             ("kl_importance_weighted", self.kl_importance_weighted),
@@ -196,7 +198,8 @@ class GRPO(Objective):
         # torch halves a tie between the two branches; clamp's slope at its bound is 1, so the halves add up
         loss = torch.maximum(-capped * advantages, -ratio.clamp(low, high) * advantages)
         if self.dual_clip is not None:
-            loss = torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
+            bound = -self.dual_clip * advantages
+            loss = torch.where((advantages < 0) & (loss > bound), bound, loss)  # a tie is not clipped
         return PolicyTerms(loss, ratio, *clip_sides(ratio, advantages, low, high))
 
 
@@ -259,7 +262,8 @@ class GMPO(Objective):
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
         advantages = tokens.advantages
         if self.clip_level == "sequence":
-            log_ratio = level_log_ratio(tokens, "sequence_product")
+            clamped = tokens._replace(log_ratio=self.clamped_log_ratio(tokens))
+            log_ratio = level_log_ratio(clamped, "sequence_product")
             total, low, high = self._clip(log_ratio, advantages)
             mean = total / tokens.segments.expand(sequence_lengths(tokens))
         else:
@@ -300,7 +304,7 @@ class CISPO(Objective):
         super().__post_init__()
         self._require_positive("ratio_max")
         if self.ratio_min is not None:
-            checks.require_number("ratio_min", self.ratio_min, at_least=0.0)
+            checks.require_number("ratio_min", self.ratio_min, at_least=0.0, at_most=self.ratio_max)
 
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
         ratio = limited_exp(self.clamped_log_ratio(tokens))
@@ -374,8 +378,11 @@ class NFT(Objective):
         checks.require_number("negative_weight", self.negative_weight)
         weights = ("failure_rate", "sqrt_failure_odds", "uniform")
         checks.require_choice("prompt_weight", self.prompt_weight, weights)
-        low, high = self.rate_clamp
-        if not 0 < low <= high < 1:
+        if not isinstance(self.rate_clamp, tuple) or len(self.rate_clamp) != 2:
+            raise TypeError(f"rate_clamp: expected a pair (low, high), got {self.rate_clamp!r}")
+        for bound in self.rate_clamp:
+            checks.require_number("rate_clamp", bound, above=0.0)
+        if not self.rate_clamp[0] <= self.rate_clamp[1] < 1:
             raise ValueError(f"rate_clamp: expected 0 < low <= high < 1, got {self.rate_clamp!r}")
 
     def check_batch(self, batch: PolicyBatch) -> None:

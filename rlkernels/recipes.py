@@ -61,6 +61,10 @@ def resolve(objective: str | Objective | ObjectiveFunction, reduction: str | Non
         recipe = RECIPES[objective]
     elif type(objective) in _RECIPE_OF_CLASS:
         recipe = RECIPES[_RECIPE_OF_CLASS[type(objective)]]._replace(objective=objective)
+    elif isinstance(objective, type):
+        raise TypeError(
+            f"objective: expected an instance, got the class {objective.__name__}: {objective.__name__}(...)"
+        )
     elif isinstance(objective, Objective) or callable(objective):
         recipe = Recipe(objective, "token_mean")
     else:

@@ -28,6 +28,9 @@ def check_reduction(reduction: str, normalizer: Normalizer | None, name: str = "
     checks.require_choice(name, reduction, REDUCTIONS)
     if isinstance(normalizer, Tensor):
         checks.require_shape("normalizer", normalizer, ())
+        checks.require_dtype("normalizer", normalizer, (*checks.FLOAT_DTYPES, *checks.INTEGER_DTYPES))
+        if checks.values_are_checked(normalizer.device) and not (normalizer >= 0 and normalizer.isfinite()):
+            raise ValueError(f"normalizer: expected a finite number >= 0, got {normalizer.item()}")
     elif normalizer is not None:
         checks.require_number("normalizer", normalizer, at_least=0.0)
     if reduction == "none" and normalizer is not None:
@@ -113,8 +116,10 @@ def global_normalizer(
     if needs_length != (max_length is not None):
         expected = "an integer" if needs_length else "None"
         raise ValueError(f"max_length: expected {expected} with reduction={reduction!r}, got {max_length!r}")
-    if max_length is not None:
-        checks.require_number("max_length", max_length, above=0)
+    if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+        raise ValueError(f"max_length: expected an integer >= 1, got {max_length!r}")
+    if not isinstance(masks, Tensor | PolicyBatch | Sequence):
+        raise TypeError(f"masks: expected masks or batches, got {checks.describe(masks)}")
     parts = [masks] if isinstance(masks, Tensor | PolicyBatch) else list(masks)
     if not parts:
         raise ValueError("masks: expected at least one mask, got none")

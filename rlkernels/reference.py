@@ -30,7 +30,7 @@ def row_stats(rows: Rows) -> RowStats:
     # p log p is 0 where p is 0; the product itself would be 0 * -inf
     finite_log_probs = log_probs.masked_fill(z == -torch.inf, 0.0)
     row_max = z.amax(dim=-1)
-    nowhere = row_max == -torch.inf  # a row that is -inf throughout has no distribution
+    nowhere = row_max.isinf()  # a row that is -inf throughout, or holds +inf, has no distribution
 
     def zero_if_ignored(value: Tensor) -> Tensor:
         return torch.where(used, value, torch.zeros_like(value))
@@ -49,7 +49,9 @@ def row_stats(rows: Rows) -> RowStats:
 
 def linear_row_stats(rows: LinearRows) -> RowStats:
     """`row_stats` of the logits, made whole."""
-    logits = torch.nn.functional.linear(rows.hidden, rows.weight.to(rows.hidden.dtype), _cast(rows.bias, rows.hidden))
+    used = (rows.targets != rows.ignore_index)[:, None]
+    hidden = torch.where(used, rows.hidden, 0.0)  # before the GEMM: NaN in an ignored row would reach the weight
+    logits = torch.nn.functional.linear(hidden, rows.weight.to(hidden.dtype), _cast(rows.bias, hidden))
     return row_stats(Rows(logits[None], *rows[3:]))
 
 

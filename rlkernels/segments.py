@@ -15,7 +15,7 @@ class Segments:
     """
 
     def __init__(self, shape: tuple[int, ...], cu_seqlens: Tensor | None) -> None:
-        self.cu_seqlens = cu_seqlens
+        self.shape, self.cu_seqlens = shape, cu_seqlens
         if cu_seqlens is not None:
             self.tokens = shape[-1]
             self.count = cu_seqlens.shape[0] - 1

@@ -196,15 +196,15 @@ def make_linear_rows(
     ignore_index: int,
 ) -> LinearRows:
     """Checked arguments of the linear path, with hidden as `[N, H]`, cast as autocast would."""
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if tensor is not None or name != "bias":
-            checks.require_tensor(name, tensor)
-            checks.require_strided(name, tensor)
-            checks.require_dtype(name, tensor, checks.FLOAT_DTYPES)
-            if type(tensor).__name__ == "DTensor":
-                raise ValueError(f"{name}: expected a whole tensor, got a DTensor; pass its full_tensor()")
-    if hidden.ndim == 0:
-        raise ValueError(f"hidden: expected shape [..., H], got {checks.describe(hidden)}")
+    tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, tensor in tensors.items():
+        checks.require_tensor(name, tensor)
+        checks.require_strided(name, tensor)
+        checks.require_dtype(name, tensor, checks.FLOAT_DTYPES)
+        if type(tensor).__name__ == "DTensor":
+            raise ValueError(f"{name}: expected a whole tensor, got a DTensor; pass its full_tensor()")
+    if hidden.ndim == 0 or hidden.shape[-1] == 0:
+        raise ValueError(f"hidden: expected shape [..., H] with H >= 1, got {checks.describe(hidden)}")
     if weight.ndim != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"weight: expected shape [V, H] with H = {hidden.shape[-1]}, the last size of hidden "
@@ -215,7 +215,7 @@ def make_linear_rows(
         checks.require_shape("bias", bias, (weight.shape[0],))
         checks.require_dtype("bias", bias, (weight.dtype,))
     _check_targets("hidden", hidden, targets, ignore_index)
-    if torch.is_autocast_enabled(hidden.device.type):
+    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in (hidden.dtype, weight.dtype):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     elif weight.dtype != hidden.dtype:
         raise TypeError(f"weight: expected {hidden.dtype} like hidden outside autocast, got {checks.describe(weight)}")

@@ -168,6 +168,12 @@ def test_rejected_rewards_leave_no_trace() -> None:
     assert actual == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5), 0.0, math.sqrt(0.5), -math.sqrt(0.5)])
     assert advantages([1.0, 0.0, math.nan], 3, scale="none") == [0.5, -0.5, 0.0]
     assert advantages([math.nan, math.nan], 2) == [0.0, 0.0]
+    assert advantages([1.0, 0.0, math.inf], 3, scale="none") == [0.5, -0.5, 0.0]
+
+
+def test_rewards_of_any_magnitude() -> None:
+    for size in (3e38, 1e20, 1e-30):
+        assert advantages([size, -size], 2, eps=0.0) == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
 
 
 def test_large_common_offset_is_harmless(generator: Generator) -> None:

@@ -392,3 +392,17 @@ def test_entropy_bonus_with_a_frozen_head(generator: Generator) -> None:
     tensors["weight"].requires_grad_(False)
     tensors["bias"].requires_grad_(False)
     assert_equal_paths(tensors, batch_of(generator), GRPO(entropy_coef=0.1))
+
+
+def test_masked_hidden_rows_cannot_be_felt(backend: str, generator: Generator) -> None:
+    hidden, weight = draw(generator, 2, HIDDEN), draw(generator, 9, HIDDEN)
+    with torch.no_grad():
+        hidden[1] = torch.nan
+    stats = rlkernels.linear_token_stats(hidden, weight, torch.tensor([0, -100]))
+    assert torch.autograd.grad(stats.logp.sum(), weight)[0].isfinite().all()
+
+
+def test_autocast_leaves_float64_alone(generator: Generator) -> None:
+    tensors = head(generator)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert from_hidden(tensors, batch_of(generator)).loss.dtype == torch.float64

@@ -749,3 +749,44 @@ def test_compiles_whole(name: str, generator: Generator) -> None:
     assert {k: float(v) for k, v in compiled.metrics.items()} == pytest.approx(
         {k: float(v) for k, v in eager.metrics.items()}, rel=1e-5, abs=1e-6
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Found by trying to break it
+
+
+def test_narrow_targets_keep_their_mask(backend: str) -> None:
+    """A uint8 label cannot be -100."""
+    logits = torch.zeros(1, 3, 10)
+    logits[0, 1] = math.nan
+    batch = PolicyBatch(torch.tensor([[1, 2, 3]], dtype=torch.uint8), torch.ones(1), mask=torch.tensor([[1, 0, 1]]))
+    assert rlkernels.policy_loss(logits, batch).logp.isfinite().all()
+
+
+def test_per_sequence_values_go_by_shape() -> None:
+    """As many sequences as tokens, one of them empty: `[B, 1]` is still by sequence."""
+    batch = PolicyBatch(
+        None, torch.tensor([[100.0], [1.0], [10.0]]), mask=torch.ones(3), cu_seqlens=torch.tensor([0, 0, 2, 3])
+    )
+    out = rlkernels.logp_policy_loss(torch.full((3,), -1.0), batch, Reinforce(), reduction="none")
+    assert out.loss.tolist() == [1.0, 1.0, 10.0]
+
+
+def test_dual_clip_at_its_bound_is_not_clipped() -> None:
+    bound = math.exp(1.5)
+    logp = torch.tensor([[1.5]], dtype=torch.float64)
+    objective = GRPO(dual_clip=logp.exp().item())
+    _, gradient = loss_and_gradient(logp, objective, advantages=[-1.0], old_logp=[[0.0]])
+    assert gradient[0][0] == pytest.approx(bound)
+
+
+def test_gmpo_sequence_clip_respects_the_log_ratio_clamp() -> None:
+    objective = GMPO(clip_level="sequence", log_ratio_clamp=0.1, log_clip_high=10.0)
+    loss, _ = loss_and_gradient([[1.0] * 4], objective, old_logp=[[0.0] * 4])
+    assert loss == pytest.approx(-math.exp(0.1))
+
+
+@pytest.mark.parametrize("name", ["weight", "policy_weight"])
+def test_zero_weight_selects_an_infinite_advantage_away(name: str) -> None:
+    arguments = {"advantages": [[1.0, math.inf]], name: [[1.0, 0.0]]}
+    assert loss_and_gradient([[-1.0, -1.0]], "grpo", **arguments) == (-0.5, [[-0.5, 0.0]])

@@ -158,6 +158,7 @@ def rank_of_two(rank: int, port: int, tensors: dict[str, Any], results: Any) -> 
                 metrics.append(out.metrics)
             merged = rlkernels.Metrics.merge(metrics).all_reduce()
             numbers = {name: float(value) for name, value in merged.items()}
+            rlkernels.Metrics({"a mean alone": (torch.ones(()), torch.ones(()))}).all_reduce()
             outcome[reduction, gradients] = (torch.stack(losses).sum(), leaf.grad, numbers)
     results[rank] = outcome
     dist.destroy_process_group()

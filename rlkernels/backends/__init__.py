@@ -18,7 +18,7 @@ from rlkernels import checks
 NAMES = ("auto", "cpu", "cuda", "triton", "reference")
 ENVIRONMENT_VARIABLE = "RLKERNELS_BACKEND"
 
-_selected = os.environ.get(ENVIRONMENT_VARIABLE, "auto")
+_selected = os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
 
 
 def backend() -> str:

@@ -17,8 +17,8 @@ def group_advantages(
         A_i = (r_i - mean_g) / (std_g + eps)            scale="std"  (GRPO)
         A_i = r_i - mean_g                              scale="none" (Dr.GRPO)
 
-    Exactly 0 for a group of equal rewards and for a group of one. A reward of NaN (a rejected response) is left
-    out of its group's statistics and gets 0.
+    Exactly 0 for a group of equal rewards and for a group of one. A reward that is not finite (NaN for a rejected
+    response) is left out of its group's statistics and gets 0. Computed in float64 where the device has it.
 
     Args:
         rewards: `[B]`, float or integer.
@@ -47,18 +47,19 @@ def group_advantages(
     checks.require_choice("scale", scale, ("std", "none"))
     checks.require_choice("ddof", ddof, (0, 1))
     checks.require_number("eps", eps, at_least=0.0)
-    rewards = rewards.detach().to(torch.float64 if rewards.dtype == torch.float64 else torch.float32)
+    result_dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
+    rewards = rewards.detach().to(torch.float32 if rewards.device.type == "mps" else torch.float64)
     group = Groups(groups, rewards.shape[0], rewards.device)
-    valid = ~rewards.isnan()
+    valid = rewards.isfinite()
     count = group.sum(valid.to(rewards.dtype))
     # relative to the group's smallest reward, equal rewards are exactly 0 and so is all that follows
     lowest = group.min(torch.where(valid, rewards, torch.inf))
     above = torch.where(valid, rewards - lowest, 0)
     centred = torch.where(valid, above - group.sum(above) / count.clamp(min=1), 0)
     if scale == "none":
-        return centred
+        return centred.to(result_dtype)
     variance = group.sum(centred * centred) / (count - ddof).clamp(min=1)
-    return torch.where(centred == 0, 0, centred / (variance.sqrt() + eps))
+    return torch.where(centred == 0, 0, centred / (variance.sqrt() + eps)).to(result_dtype)
 
 
 def mixed_groups(rewards: Tensor, groups: int | Tensor) -> Tensor:
@@ -116,6 +117,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, *, fa
         [0.0, -0.5, -1.0]
     """
     checks.require_tensor("lengths", lengths)
+    checks.require_dtype("lengths", lengths, (*checks.FLOAT_DTYPES, *checks.INTEGER_DTYPES))
     checks.require_number("max_length", max_length, above=0)
     checks.require_number("buffer_length", buffer_length, above=0)
     checks.require_number("factor", factor, at_least=0.0)
