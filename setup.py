@@ -45,6 +45,7 @@ setup(
         "rlkernels.backends",
         "rlkernels.cli",
         "rlkernels.credit",
+        "rlkernels.integrations",
         "rlkernels.ops",
         "rlkernels.triton_kernels",
     ],

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(rlkernels.__path__, "rlkernels.")
-    if not re.search(r"\.(_native|__main__|triton_kernels)|\.cli", module.name)
+    if not re.search(r"\.(_native|__main__|triton_kernels|cli|integrations)", module.name)
 ]
 
 
