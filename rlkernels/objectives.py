@@ -362,6 +362,8 @@ class NFT(Objective):
         rate_clamp, log_ratio_max: as the authors have them.
 
     Needs `PolicyBatch(extras={"success_rate": ...})`, `[B]`: the share of correct answers to each one's prompt.
+    Advantages say no more than correct or not: pass `2 * correct - 1`, since group advantages are 0 where a whole group
+    is correct.
 
     Source: NFT (2505.18116) and its `dp_actor.py`, which divides the sum over tokens by 1000.
     """
