@@ -46,7 +46,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def generator() -> torch.Generator:
-    """Fresh random numbers every run; the seed is printed with a failure."""
-    seed = int.from_bytes(os.urandom(4), "little")
+    """Fresh random numbers every run, unless RLKERNELS_TEST_SEED is set; the seed is printed with a failure."""
+    seed = int(os.environ.get("RLKERNELS_TEST_SEED", int.from_bytes(os.urandom(4), "little")))
     print(f"seed {seed}")
     return torch.Generator().manual_seed(seed)
