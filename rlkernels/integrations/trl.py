@@ -76,7 +76,8 @@ def _checked_utils() -> Any:
     missing = [name for name in (_FUNCTION, _GATHER, _COMPACTS) if not hasattr(utils, name)]
     if missing:
         raise RuntimeError(f"trl {version} cannot be patched (1.16 can): {_UTILS} has no {', '.join(missing)}")
-    found = _argument_names(getattr(utils, _FUNCTION).forward)[1:]  # without ctx
+    function = getattr(utils, _FUNCTION)
+    found = _argument_names(getattr(function, "forward", function))[1:]  # without ctx
     expected = _argument_names(ChunkedLogProb.apply)
     if found != expected:
         raise RuntimeError(
