@@ -150,9 +150,7 @@ def _linear_row_stats(rows: LinearRows, wanted: Wanted, chunk_bytes: int) -> Row
     if backends.choose(rows.hidden.device) == "reference":
         checks.check_row_values(rows.targets, rows.weight.shape[0], rows.ignore_index, *rows[4:7])
         return reference.linear_row_stats(rows)
-    head_is_frozen = not rows.weight.requires_grad and not (rows.bias is not None and rows.bias.requires_grad)
-    with_direction = torch.is_grad_enabled() and rows.hidden.requires_grad and head_is_frozen
-    *stats, _direction = linear_token_stats_op(*rows, *wanted, with_direction, chunk_bytes)
+    *stats, _direction = linear_token_stats_op(*rows, *wanted, rows.want_direction(), chunk_bytes)
     return RowStats(*stats)
 
 

@@ -13,13 +13,14 @@ import torch
 import triton
 from torch import Tensor
 
+from rlkernels.schedules import SEGMENT
+
 
 class Launch(NamedTuple):
     block: int  # elements handled at once by one program, a power of two
     num_warps: int  # at most 16: a warp of AMD has 64 threads, a block at most 1024
 
 
-SEGMENT = 4096  # kSegment of csrc/row_math.h
 SMALLEST_SEGMENT = 128  # a floor under small vocabularies, which would compile one kernel each
 
 # 16 bytes a load or more, and few enough that a thread keeps its share of a segment in registers

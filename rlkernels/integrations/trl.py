@@ -129,9 +129,7 @@ class ChunkedLogProb:
                     hidden, weight, bias, targets, temperature, final_logit_softcapping, logit_scale, ignore_index=-100
                 )
                 chunk_bytes = _TILE_ROWS * chunk_size * rows.hidden.element_size()
-                head_is_frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
-                with_direction = torch.is_grad_enabled() and hidden.requires_grad and head_is_frozen
-                *columns, _direction = _GatheredAgain.apply(*rows, *wanted, with_direction, chunk_bytes)
+                *columns, _direction = _GatheredAgain.apply(*rows, *wanted, rows.want_direction(), chunk_bytes)
                 stats = RowStats(*columns)
         return (stats.logp, *(getattr(stats, name) if name in outputs else None for name in OPTIONAL_OUTPUTS))
 
@@ -150,11 +148,11 @@ class _GatheredAgain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         output = linear_op.linear_token_stats(*inputs)
-        linear_op._setup_context(ctx, inputs, output)
+        linear_op.setup_context(ctx, inputs, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _hidden, weight, bias = ctx.saved_tensors[:3]
         with getattr(importlib.import_module(_UTILS), _GATHER)(weight, bias):
-            return linear_op._backward(ctx, *gradients)
+            return linear_op.backward(ctx, *gradients)

@@ -36,6 +36,11 @@ class LinearRows(NamedTuple):
         temperature = self.temperature if self.temperature.numel() == 1 else self.temperature[index]
         return self._replace(hidden=self.hidden[index], targets=self.targets[index], temperature=temperature)
 
+    def want_direction(self) -> bool:
+        """Whether forward is to keep dlogp / dhidden: the head is frozen and a gradient will be asked for."""
+        head_is_frozen = not self.weight.requires_grad and not (self.bias is not None and self.bias.requires_grad)
+        return torch.is_grad_enabled() and self.hidden.requires_grad and head_is_frozen
+
     def weight_tile(self, columns: slice) -> Tensor:
         return self.weight[columns].to(self.hidden.dtype)
 

@@ -103,7 +103,7 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     rows, stats, direction = LinearRows(*inputs[: len(LinearRows._fields)]), RowStats(*output[:-1]), output[-1]
     ctx.ignore_index, ctx.chunk_bytes = rows.ignore_index, inputs[-1]
     ctx.save_for_backward(*rows[:-1], stats.row_max, stats.log_sum_exp, stats.entropy, direction)
@@ -113,7 +113,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     refuse_double_backward("linear_token_stats")
     *tensors, row_max, log_sum_exp, entropy, direction = ctx.saved_tensors
     hidden = tensors[0]
@@ -131,4 +131,4 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     return (*dinputs, *[None] * (len(LinearRows._fields) - 3 + len(Wanted._fields) + 2))
 
 
-linear_token_stats.register_autograd(_backward, setup_context=_setup_context)
+linear_token_stats.register_autograd(backward, setup_context=setup_context)
