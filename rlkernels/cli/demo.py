@@ -90,7 +90,7 @@ def _require_device(device: str) -> None:
     """Raises ValueError where tensors cannot live on `device`."""
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
 
 
