@@ -1,4 +1,16 @@
-"""How the linear path cuts up `hidden @ weight.T`, so that `[N, V]` never exists."""
+"""How the linear path cuts up `hidden @ weight.T`, so that `[N, V]` never exists.
+
+Three ways lead from hidden states to gradients; what they cost, in GEMMs of 2 N H V operations and in bytes beyond
+inputs and requested gradients:
+
+| schedule | GEMMs | bytes |
+|---|---|---|
+| recompute | 4: logits, logits again, dhidden, dweight | a tile of logits + 4 N H |
+| keep | 4 - k: the share k of the logits that fits stays from forward to backward | `chunk_bytes` + 4 N H |
+| direction (frozen head) | 2: logits, dlogp / dhidden | a tile of logits + 8 N H |
+
+Keeping is recomputing with k > 0, so there is one schedule for a trained head: k is what `chunk_bytes` allows.
+"""
 
 from __future__ import annotations
 
@@ -6,62 +18,102 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 SEGMENT = 4096  # kSegment of csrc/row_math.h: what a row's sums are reduced in
-DEFAULT_CHUNK_BYTES = 32 << 20
+DEFAULT_CHUNK_BYTES = 512 << 20
+_TILE_BYTES = 32 << 20  # of a chunk: the logits at work, which should stay near the cache
 _WIDEST_TILE = 16384  # wider ones are no faster as GEMMs and fall out of the cache
 _NARROWEST_TILE = 256
 
 
 class Blocks(NamedTuple):
-    """Rows and columns of a chunk of logits."""
+    """Rows and columns of a tile of logits."""
 
     rows: int
     columns: int
 
     def row_ranges(self, count: int) -> Iterator[slice]:
-        return _ranges(count, self.rows)
+        return _ranges(slice(0, count), self.rows)
 
     def column_ranges(self, vocab: int) -> Iterator[slice]:
-        return _ranges(vocab, self.columns)
+        return _ranges(slice(0, vocab), self.columns)
 
 
-def _ranges(count: int, step: int) -> Iterator[slice]:
-    for begin in range(0, count, step):
-        yield slice(begin, min(begin + step, count))
+def _ranges(whole: slice, step: int) -> Iterator[slice]:
+    for begin in range(whole.start, whole.stop, step):
+        yield slice(begin, min(begin + step, whole.stop))
 
 
-def forward_blocks(rows: int, hidden_size: int, vocab: int, itemsize: int, chunk_bytes: int) -> Blocks:
-    """Whole segments, so that a row's bits depend on its logits alone; fewer rows where the chunk is small.
+class Problem(NamedTuple):
+    """Sizes of `hidden [N, H]` and `weight [V, H]`, and what the logits' buffer may take."""
 
-    A chunk also holds the `[rows, H]` product of a tile with the weight, which the frozen head needs.
-    """
-    columns = _columns(rows, hidden_size, itemsize, chunk_bytes) // SEGMENT * SEGMENT
-    columns = min(max(columns, SEGMENT), _WIDEST_TILE, vocab)
-    rows_that_fit = chunk_bytes // ((columns + hidden_size) * itemsize)
-    return Blocks(max(1, min(rows, rows_that_fit)), columns)
+    rows: int
+    hidden_size: int
+    vocab: int
+    itemsize: int
+    chunk_bytes: int
+
+    @property
+    def tile_bytes(self) -> int:
+        return min(self.chunk_bytes, _TILE_BYTES)
+
+    def forward_blocks(self) -> Blocks:
+        """Whole segments, so that a row's bits depend on its logits alone; fewer rows where the chunk is small.
+
+        A tile also holds the `[rows, H]` product with the weight, which the frozen head needs.
+        """
+        columns = min(max(self._columns() // SEGMENT * SEGMENT, SEGMENT), _WIDEST_TILE, self.vocab)
+        rows_that_fit = self.tile_bytes // ((columns + self.hidden_size) * self.itemsize)
+        return Blocks(max(1, min(self.rows, rows_that_fit)), columns)
+
+    def backward_blocks(self) -> Blocks:
+        """All rows at once, so that a tile of the weight's gradient is one GEMM, accumulated in float32 inside it."""
+        columns = max(self._columns() // _NARROWEST_TILE * _NARROWEST_TILE, _NARROWEST_TILE)
+        return Blocks(max(1, self.rows), min(columns, _WIDEST_TILE, self.vocab))
+
+    def _columns(self) -> int:
+        return max(0, self.tile_bytes // (max(1, self.rows) * self.itemsize) - self.hidden_size)
+
+    def kept_logits(self) -> int:
+        """How many logits forward may keep for backward, at most all of them."""
+        spare = (self.chunk_bytes - self.tile_bytes) // self.itemsize
+        return self.rows * self.kept_columns(spare)
+
+    def kept_columns(self, capacity: int) -> int:
+        """The vocabulary's first columns that a buffer of so many logits holds: all, or whole tiles of forward's."""
+        columns = capacity // max(1, self.rows)
+        tile = self.forward_blocks().columns
+        return self.vocab if columns >= self.vocab else columns // tile * tile
 
 
-def backward_blocks(rows: int, hidden_size: int, vocab: int, itemsize: int, chunk_bytes: int) -> Blocks:
-    """All rows at once, so that a tile of the weight's gradient is one GEMM, accumulated in float32 inside it."""
-    columns = _columns(rows, hidden_size, itemsize, chunk_bytes) // _NARROWEST_TILE * _NARROWEST_TILE
-    return Blocks(max(1, rows), min(max(columns, _NARROWEST_TILE), _WIDEST_TILE, vocab))
+def backward_tiles(forward: Problem, backward: Problem, kept: int) -> Iterator[tuple[slice, slice | None]]:
+    """Columns of backward's tiles and, where forward kept their logits, the tile of forward's that holds them."""
+    step = backward.backward_blocks().columns
+    for whole in forward.forward_blocks().column_ranges(kept):
+        for columns in _ranges(whole, step):
+            yield columns, whole
+    for columns in _ranges(slice(kept, backward.vocab), step):
+        yield columns, None
 
 
-def explain(rows: int, hidden_size: int, vocab: int, itemsize: int, chunk_bytes: int) -> list[str]:
+def explain(problem: Problem) -> list[str]:
     """The schedule in words, and what it costs beside the logits that it does without."""
-    sizes = (rows, hidden_size, vocab, itemsize, chunk_bytes)
-    forward, backward = forward_blocks(*sizes), backward_blocks(*sizes)
+    rows, hidden_size, vocab, itemsize, chunk_bytes = problem
+    forward, backward = problem.forward_blocks(), problem.backward_blocks()
     gemm = 2 * rows * hidden_size * vocab / 1e12
-    largest = max(blocks.rows * blocks.columns for blocks in (forward, backward)) * itemsize
+    tile = max(blocks.rows * blocks.columns for blocks in (forward, backward)) * itemsize
+    kept = problem.kept_logits()
+    share = kept / max(1, rows * vocab)
+    again = {0.0: "made again", 1.0: "read again"}.get(share, f"read again ({share:.0%} of them) or made again")
     return [
         f"logits [{rows:,}, {vocab:,}] would take {_mib(rows * vocab * itemsize)}, and their gradient as much again",
         f"forward   1 GEMM of {gemm:.3g} TFLOP, in {_count(forward, rows, vocab)} of {_shape(forward)}: "
-        "a tile's logits are reduced to row states and dropped",
-        f"backward  3 GEMMs, in {_count(backward, rows, vocab)} of {_shape(backward)}: "
-        "a tile's logits are made again, turned into their gradient in place, and multiplied into "
+        f"a tile's logits are reduced to row states; {_mib(kept * itemsize)} of them are kept, the rest is dropped",
+        f"backward  {3 - share:.3g} GEMMs, in {_count(backward, rows, vocab)} of {_shape(backward)}: "
+        f"a tile's logits are {again}, turned into their gradient, and multiplied into "
         "dhidden (summed in float32) and dweight (finished by one GEMM)",
         "frozen    2 GEMMs in forward and none in backward: dlogp/dhidden is kept in float32 "
-        f"({_mib(4 * rows * hidden_size)}); a gradient through entropy or lse makes the logits again",
-        f"memory    one chunk of {_mib(largest)} and a float32 [N, H] of {_mib(4 * rows * hidden_size)}",
+        f"({_mib(4 * rows * hidden_size)}), no logits; a gradient through entropy or lse makes the logits again",
+        f"memory    chunk_bytes of {_mib(chunk_bytes)} hold {_mib(kept * itemsize)} of kept logits and a tile of "
+        f"{_mib(tile)}; beside them a float32 [N, H] of {_mib(4 * rows * hidden_size)}",
         "rows that are masked, and in backward rows without a gradient, enter no GEMM",
     ]
 
@@ -77,7 +129,3 @@ def _shape(blocks: Blocks) -> str:
 
 def _mib(count: int) -> str:
     return f"{count / 2**20:,.0f} MiB"
-
-
-def _columns(rows: int, hidden_size: int, itemsize: int, chunk_bytes: int) -> int:
-    return max(0, chunk_bytes // (max(1, rows) * itemsize) - hidden_size)

@@ -150,8 +150,8 @@ def _linear_row_stats(rows: LinearRows, wanted: Wanted, chunk_bytes: int) -> Row
     if backends.choose(rows.hidden.device) == "reference":
         checks.check_row_values(rows.targets, rows.weight.shape[0], rows.ignore_index, *rows[4:7])
         return reference.linear_row_stats(rows)
-    *stats, _direction = linear_token_stats_op(*rows, *wanted, rows.want_direction(), chunk_bytes)
-    return RowStats(*stats)
+    columns = linear_token_stats_op(*rows, *wanted, *rows.what_to_keep(), chunk_bytes)
+    return RowStats(*columns[: len(RowStats._fields)])
 
 
 def _row_stats(rows: Rows, wanted: Wanted) -> RowStats:

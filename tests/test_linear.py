@@ -308,10 +308,10 @@ def test_operation_contract(generator: Generator) -> None:
     targets = torch.tensor([1, -100, 6, 0])
     one = torch.ones(1, dtype=torch.float64)
     wanted = (True, True, False, False, False)
-    for with_direction in (False, True):
+    for keep in ((False, False), (True, False), (False, True)):
         torch.library.opcheck(
             linear_op,
-            (hidden, weight, bias, targets, one, None, one, -100, *wanted, with_direction, 1 << 20),
+            (hidden, weight, bias, targets, one, None, one, -100, *wanted, *keep, 1 << 20),
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )
 

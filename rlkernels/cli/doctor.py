@@ -11,7 +11,8 @@ from rlkernels.cli import machine
 
 def explain(rows: int, vocab: int, hidden_size: int) -> int:
     """Prints how the linear path would cut up bfloat16 hidden states `[rows, H]` and a head `[V, H]`."""
-    for line in schedules.explain(rows, hidden_size, vocab, torch.bfloat16.itemsize, schedules.DEFAULT_CHUNK_BYTES):
+    itemsize = torch.bfloat16.itemsize
+    for line in schedules.explain(schedules.Problem(rows, hidden_size, vocab, itemsize, schedules.DEFAULT_CHUNK_BYTES)):
         print(line)
     return 0
 

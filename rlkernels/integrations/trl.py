@@ -129,8 +129,8 @@ class ChunkedLogProb:
                     hidden, weight, bias, targets, temperature, final_logit_softcapping, logit_scale, ignore_index=-100
                 )
                 chunk_bytes = _TILE_ROWS * chunk_size * rows.hidden.element_size()
-                *columns, _direction = _GatheredAgain.apply(*rows, *wanted, rows.want_direction(), chunk_bytes)
-                stats = RowStats(*columns)
+                columns = _GatheredAgain.apply(*rows, *wanted, *rows.what_to_keep(), chunk_bytes)
+                stats = RowStats(*columns[: len(RowStats._fields)])
         return (stats.logp, *(getattr(stats, name) if name in outputs else None for name in OPTIONAL_OUTPUTS))
 
 

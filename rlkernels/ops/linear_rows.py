@@ -1,7 +1,8 @@
 """The linear path's sweeps: logits are made a tile at a time, reduced or turned into their gradient, and dropped.
 
 Every GEMM is PyTorch's. The vocabulary is outermost: a tile of the weight is read once, its logits stay in the cache
-while the row kernels run over them, and its part of the weight's gradient is finished in one GEMM.
+while the row kernels run over them, and its part of the weight's gradient is finished in one GEMM. As many logits as
+`chunk_bytes` allows are not dropped but kept for backward, which need not make those again (`rlkernels.schedules`).
 
 PyTorch's CPU GEMMs of 16-bit matrices round their result to 16 bits, so products that are summed over tiles are summed
 in float32, and the target column, which dominates a row's gradient, is kept out of them: its `dtarget * weight[y]` is
@@ -17,6 +18,20 @@ from torch import Tensor
 
 from rlkernels import schedules
 from rlkernels.ops.rows import Rows, RowStats, SavedStats, Tile, Upstream, Wanted, compute_dtype, empty_row_stats
+
+
+class Keep(NamedTuple):
+    """What forward is to leave for backward besides statistics."""
+
+    direction: bool  # dlogp / dhidden
+    logits: bool  # as many as fit
+
+
+class Kept(NamedTuple):
+    """What forward left; empty where it was not to."""
+
+    direction: Tensor  # [N, H], compute dtype
+    logits: Tensor  # tiles of the vocabulary's first columns, one after another; what no row needed is not written
 
 
 class LinearRows(NamedTuple):
@@ -36,10 +51,33 @@ class LinearRows(NamedTuple):
         temperature = self.temperature if self.temperature.numel() == 1 else self.temperature[index]
         return self._replace(hidden=self.hidden[index], targets=self.targets[index], temperature=temperature)
 
-    def want_direction(self) -> bool:
-        """Whether forward is to keep dlogp / dhidden: the head is frozen and a gradient will be asked for."""
-        head_is_frozen = not self.weight.requires_grad and not (self.bias is not None and self.bias.requires_grad)
-        return torch.is_grad_enabled() and self.hidden.requires_grad and head_is_frozen
+    def what_to_keep(self) -> Keep:
+        """The direction where the head is frozen, logits where it is trained, nothing without a gradient."""
+        head_is_trained = self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad)
+        wanted = torch.is_grad_enabled()
+        return Keep(
+            direction=wanted and self.hidden.requires_grad and not head_is_trained, logits=wanted and head_is_trained
+        )
+
+    def problem(self, chunk_bytes: int) -> schedules.Problem:
+        vocab, hidden_size = self.weight.shape
+        return schedules.Problem(self.targets.shape[0], hidden_size, vocab, self.hidden.element_size(), chunk_bytes)
+
+    def is_labelled(self) -> Tensor:
+        return self.targets != self.ignore_index
+
+    def only(self, used: Tensor) -> tuple[LinearRows, Tensor | slice]:
+        """The rows that matter, and their indices; a slice, which copies nothing, where all do.
+
+        A GPU's host would have to wait for their number: there the others stay, with hidden states of 0.
+        """
+        if not self.knows_counts():
+            return self._replace(hidden=torch.where(used[:, None], self.hidden, 0)), slice(None)
+        index = used.nonzero().squeeze(1)
+        return (self, slice(None)) if index.shape[0] == used.shape[0] else (self.take(index), index)
+
+    def knows_counts(self) -> bool:
+        return self.hidden.device.type == "cpu"
 
     def weight_tile(self, columns: slice) -> Tensor:
         return self.weight[columns].to(self.hidden.dtype)
@@ -48,19 +86,42 @@ class LinearRows(NamedTuple):
         """`targets` as an index: a bad label, which gives NaN on a GPU, is never an address."""
         return self.targets.clamp(0, self.weight.shape[0] - 1)
 
-    def logits(self, columns: slice, buffer: Tensor) -> Rows:
-        """The rows' logits of some columns, written into `buffer`."""
-        shape = (self.hidden.shape[0], columns.stop - columns.start)
-        out = buffer[: shape[0] * shape[1]].view(shape)
+    def make_logits(self, columns: slice, out: Tensor) -> Tensor:
+        """The rows' logits of some columns, written into `out`."""
         if self.bias is None:
             torch.mm(self.hidden, self.weight_tile(columns).t(), out=out)
         else:
             bias = self.bias[columns].to(self.hidden.dtype)
             torch.addmm(bias, self.hidden, self.weight_tile(columns).t(), out=out)
-        return Rows(out[None], self.targets, self.temperature, self.softcap, self.logit_scale, self.ignore_index)
+        return out
 
-    def empty_logits(self, blocks: schedules.Blocks) -> Tensor:
+    def with_logits(self, logits: Tensor) -> Rows:
+        """Rows of a tile `[n, columns]`."""
+        return Rows(logits[None], self.targets, self.temperature, self.softcap, self.logit_scale, self.ignore_index)
+
+    def empty_tile(self, blocks: schedules.Blocks) -> Tensor:
         return self.hidden.new_empty(min(blocks.rows, self.hidden.shape[0]) * blocks.columns)
+
+
+def _view(buffer: Tensor, rows: int, columns: slice) -> Tensor:
+    width = columns.stop - columns.start
+    return buffer[: rows * width].view(rows, width)
+
+
+class KeptTiles:
+    """The tiles in `Kept.logits`: each is all of forward's rows of some columns."""
+
+    def __init__(self, buffer: Tensor, problem: schedules.Problem) -> None:
+        self.columns = problem.kept_columns(buffer.numel())
+        self._buffer, self._rows = buffer, problem.rows
+
+    def tile(self, columns: slice) -> Tensor:
+        return _view(self._buffer[self._rows * columns.start :], self._rows, columns)
+
+
+def _has_wide_gemms(device: torch.device) -> bool:
+    """Whether a GEMM of 16-bit matrices can write float32."""
+    return device.type == "cuda" and "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 class ProductSum:
@@ -68,79 +129,95 @@ class ProductSum:
 
     def __init__(self, rows: LinearRows) -> None:
         self.total = rows.hidden.new_zeros(rows.hidden.shape, dtype=compute_dtype(rows.hidden.dtype))
-        is_exact = self.total.dtype == rows.hidden.dtype
-        self._product = None if is_exact else torch.empty_like(rows.hidden)
+        self._is_exact = self.total.dtype == rows.hidden.dtype
+        self._is_wide = _has_wide_gemms(rows.hidden.device)
+        self._product = None if self._is_exact or self._is_wide else torch.empty_like(rows.hidden)
 
     def add(self, tile: Tensor, weight: Tensor, factor: Tensor | None = None) -> None:
         """total = factor * total + tile @ weight."""
         if factor is not None:
             self.total *= factor[:, None]
-        if self._product is None:
+        if self._is_exact:
             self.total.addmm_(tile, weight)
+        elif self._is_wide:
+            torch.addmm(self.total, tile, weight, out_dtype=self.total.dtype, out=self.total)
         else:
             self.total += torch.mm(tile, weight, out=self._product)
+
+
+def _mm_unrounded(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """`a @ b` in `out`'s dtype: autocast's master weights are wider than its matrices, and so is their gradient."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif _has_wide_gemms(a.device):
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
 def empty_linear_stats(rows: LinearRows, wanted: Wanted) -> RowStats:
     return empty_row_stats(Rows(rows.hidden[None, :, :1], *rows[3:]), wanted)
 
 
-def _used_rows(used: Tensor) -> Tensor | slice:
-    """Indices of the rows that matter; a slice, which copies nothing, where all do."""
-    index = used.nonzero().squeeze(1)
-    return slice(None) if index.shape[0] == used.shape[0] else index
+def empty_kept(rows: LinearRows, keep: Keep, chunk_bytes: int) -> Kept:
+    """Sized by all rows, so that no shape depends on labels; pages that nobody writes take no memory."""
+    shape = rows.hidden.shape if keep.direction else (0,)
+    return Kept(
+        direction=rows.hidden.new_empty(shape, dtype=compute_dtype(rows.hidden.dtype)),
+        logits=rows.hidden.new_empty(rows.problem(chunk_bytes).kept_logits() if keep.logits else 0),
+    )
 
 
 def linear_forward(
-    rows: LinearRows, wanted: Wanted, chunk_bytes: int, kernels: Any, with_direction: bool
-) -> tuple[RowStats, Tensor]:
-    """Statistics, and `direction [N, H]` = dlogp / dhidden where asked for (else empty)."""
-    count = rows.targets.shape[0]
-    vocab, hidden_size = rows.weight.shape
+    rows: LinearRows, wanted: Wanted, chunk_bytes: int, kernels: Any, keep: Keep
+) -> tuple[RowStats, Kept]:
+    """Statistics, and what backward will need."""
     stats = RowStats(*(column.zero_() for column in empty_linear_stats(rows, wanted)))
-    dtype = compute_dtype(rows.hidden.dtype)
-    direction = rows.hidden.new_zeros((count, hidden_size) if with_direction else (0,), dtype=dtype)
-    used = _used_rows(rows.targets != rows.ignore_index)
-    all_rows = rows.take(used)
-    blocks = schedules.forward_blocks(
-        all_rows.targets.shape[0], hidden_size, vocab, rows.hidden.element_size(), chunk_bytes
-    )
-    buffer = all_rows.empty_logits(blocks)
-    for block in blocks.row_ranges(all_rows.targets.shape[0]):
-        part = all_rows.take(block)
+    kept = empty_kept(rows, keep, chunk_bytes)
+    kept.direction.zero_()
+    used_rows, used = rows.only(rows.is_labelled())
+    problem = used_rows.problem(chunk_bytes)
+    tiles = KeptTiles(kept.logits, problem)
+    blocks = problem.forward_blocks()
+    buffer = used_rows.empty_tile(blocks)
+    for block in blocks.row_ranges(problem.rows):
+        part = used_rows.take(block)
         part_stats = empty_linear_stats(part, wanted)
-        part_direction = _forward_block(part, part_stats, blocks, buffer, kernels, with_direction)
         where = block if isinstance(used, slice) else used[block]
+        sweep = _ForwardSweep(part, part_stats, buffer, kernels)
+        others = ProductSum(part) if keep.direction else None
+        for columns in blocks.column_ranges(problem.vocab):
+            sweep.push(columns, tiles.tile(columns)[block] if columns.stop <= tiles.columns else None, others)
         for whole, values in zip(stats, part_stats, strict=True):
             if values.numel():
                 whole[where] = values
-        if part_direction is not None:
-            direction[where] = part_direction
-    return stats, direction
-
-
-def _forward_block(
-    rows: LinearRows,
-    stats: RowStats,
-    blocks: schedules.Blocks,
-    buffer: Tensor,
-    kernels: Any,
-    with_direction: bool,
-) -> Tensor | None:
-    vocab = rows.weight.shape[0]
-    states = kernels.empty_states(rows.targets.shape[0], buffer)
-    states[:, 0] = -torch.inf
-    others = ProductSum(rows) if with_direction else None
-    for columns in blocks.column_ranges(vocab):
-        tile = Tile(columns.start, vocab)
-        logits = rows.logits(columns, buffer)
-        before = states[:, 0].clone()
-        kernels.token_stats_forward(logits, stats, tile, states)
         if others is not None:
-            exponentials = _exponentials_in_place(logits, states[:, 0], tile, kernels)
-            factor = _rescaling(rows, before, states[:, 0])
+            kept.direction[where] = _direction(part, part_stats, others.total)
+    return stats, kept
+
+
+class _ForwardSweep:
+    """A block of rows, swept tile by tile."""
+
+    def __init__(self, rows: LinearRows, stats: RowStats, buffer: Tensor, kernels: Any) -> None:
+        self.rows, self.stats, self.kernels = rows, stats, kernels
+        self._buffer = buffer
+        self._states = kernels.empty_states(rows.targets.shape[0], buffer)
+        self._states[:, 0] = -torch.inf
+
+    def push(self, columns: slice, out: Tensor | None, others: ProductSum | None) -> None:
+        """A tile's logits, made in `out` if they are kept, into the statistics, and into `others` where asked for."""
+        rows, tile = self.rows, Tile(columns.start, self.rows.weight.shape[0])
+        if out is None:
+            out = _view(self._buffer, rows.targets.shape[0], columns)
+        logits = rows.with_logits(rows.make_logits(columns, out))
+        before = self._states[:, 0].clone()
+        self.kernels.token_stats_forward(logits, self.stats, tile, self._states)
+        if others is not None:
+            maximum = self._states[:, 0]
+            exponentials = _exponentials_in_place(logits, maximum, tile, self.kernels)
+            factor = _rescaling(rows, before, maximum)
             others.add(exponentials, rows.weight_tile(columns), factor.to(others.total.dtype))
-    return None if others is None else _direction(rows, stats, others.total)
 
 
 def _exponentials_in_place(logits: Rows, maximum: Tensor, tile: Tile, kernels: Any) -> Tensor:
@@ -184,19 +261,18 @@ def _direction(rows: LinearRows, stats: RowStats, others: Tensor) -> Tensor:
 def linear_backward(
     rows: LinearRows,
     saved: SavedStats,
+    kept_logits: Tensor,
     upstream: Upstream,
     needs: tuple[bool, bool, bool],
     chunk_bytes: int,
     kernels: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dhidden, dweight, dbias), empty where not needed; logits are made again."""
+    """(dhidden, dweight, dbias), empty where not needed; logits that were not kept are made again."""
     need_hidden, need_weight, need_bias = needs
-    vocab, hidden_size = rows.weight.shape
-    used = rows.targets != rows.ignore_index
+    vocab = rows.weight.shape[0]
+    labelled = rows.is_labelled()
     coefficients = [gradient for gradient in upstream if gradient is not None]
-    used &= torch.stack([gradient != 0 for gradient in coefficients]).any(0)
-    index = _used_rows(used)
-    part = rows.take(index)
+    part, index = rows.only(labelled & torch.stack([gradient != 0 for gradient in coefficients]).any(0))
     part_saved = SavedStats(*(column[index] if column.numel() else column for column in saved))
     part_upstream = Upstream(*(None if gradient is None else gradient[index] for gradient in upstream))
 
@@ -206,24 +282,37 @@ def linear_backward(
     dbias = rows.weight.new_empty((vocab,) if need_bias else (0,))
     if count == 0:
         return dhidden, dweight.zero_(), dbias.zero_()
-    blocks = schedules.backward_blocks(count, hidden_size, vocab, rows.hidden.element_size(), chunk_bytes)
-    buffer = part.empty_logits(blocks)
+    problem, forward_problem = part.problem(chunk_bytes), rows.problem(chunk_bytes)
+    among_kept: Tensor | slice = slice(None)
+    if rows.knows_counts():
+        rank = labelled.cumsum(0) - 1  # of a row among those that forward swept
+        forward_problem = forward_problem._replace(rows=int(rank[-1]) + 1)
+        if count < forward_problem.rows:
+            among_kept = rank[index]
+    kept = KeptTiles(kept_logits, forward_problem)
+    buffer = part.empty_tile(problem.backward_blocks())
     total = ProductSum(part) if need_hidden else None
     dtarget = torch.zeros_like(part_saved.row_max) if need_hidden else None
-    for columns in blocks.column_ranges(vocab):
-        logits = part.logits(columns, buffer)
-        dlogits = logits.logits[0]
+    for columns, held in schedules.backward_tiles(forward_problem, problem, kept.columns):
+        dlogits = _view(buffer, count, columns)
+        if held is None:
+            logits = part.make_logits(columns, dlogits)
+        else:
+            inside = slice(columns.start - held.start, columns.stop - held.start)
+            logits = kept.tile(held)[:, inside]
+            if isinstance(among_kept, Tensor):
+                logits = torch.index_select(logits, 0, among_kept, out=dlogits)
+        tile = Tile(columns.start, vocab)
         kernels.token_stats_backward(
-            logits, part_saved, part_upstream, dlogits, Tile(columns.start, vocab), dtarget=dtarget
+            part.with_logits(logits), part_saved, part_upstream, dlogits, tile, dtarget=dtarget
         )
         if total is not None:
             total.add(dlogits, rows.weight_tile(columns))
         if need_weight or need_bias:
             if dtarget is not None:
-                _put_target_back(dlogits, dtarget, part.targets, columns)
+                _put_target_back(dlogits, dtarget, part.targets - columns.start)
             if need_weight:
-                # a weight of another dtype is autocast's master copy: its gradient is not rounded to hidden's
-                torch.mm(dlogits.t().to(dweight.dtype), part.hidden.to(dweight.dtype), out=dweight[columns])
+                _mm_unrounded(dlogits.t(), part.hidden, dweight[columns])
             if need_bias:
                 dbias[columns] = dlogits.sum(0, dtype=compute_dtype(dlogits.dtype))
     if total is not None and dtarget is not None:
@@ -235,6 +324,10 @@ def linear_backward(
     return dhidden, dweight, dbias
 
 
-def _put_target_back(dlogits: Tensor, dtarget: Tensor, targets: Tensor, columns: slice) -> None:
-    inside = ((targets >= columns.start) & (targets < columns.stop)).nonzero().squeeze(1)
-    dlogits[inside, targets[inside] - columns.start] = dtarget[inside].to(dlogits.dtype)
+def _put_target_back(dlogits: Tensor, dtarget: Tensor, column: Tensor) -> None:
+    """dtarget into each row's target column, where this tile has it; no host waits for how many do."""
+    width = dlogits.shape[1]
+    inside = (column >= 0) & (column < width)
+    index = column.clamp(0, width - 1)[:, None]
+    values = torch.where(inside[:, None], dtarget[:, None].to(dlogits.dtype), dlogits.gather(1, index))
+    dlogits.scatter_(1, index, values)

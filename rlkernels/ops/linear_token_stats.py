@@ -8,8 +8,16 @@ import torch
 from torch import Tensor
 
 from rlkernels import backends
-from rlkernels.ops.linear_rows import LinearRows, empty_linear_stats, linear_backward, linear_forward
-from rlkernels.ops.rows import RowStats, SavedStats, Upstream, Wanted, compute_dtype
+from rlkernels.ops.linear_rows import (
+    Keep,
+    Kept,
+    LinearRows,
+    empty_kept,
+    empty_linear_stats,
+    linear_backward,
+    linear_forward,
+)
+from rlkernels.ops.rows import RowStats, SavedStats, Upstream, Wanted
 from rlkernels.ops.token_stats import refuse_double_backward
 
 
@@ -28,14 +36,15 @@ def linear_token_stats(
     want_log_sum_sq_probs: bool,
     want_mean_logits: bool,
     want_is_top1: bool,
-    with_direction: bool,
+    keep_direction: bool,
+    keep_logits: bool,
     chunk_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = LinearRows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
     wanted = Wanted(want_entropy, want_lse, want_log_sum_sq_probs, want_mean_logits, want_is_top1)
     kernels = backends.implementation("linear_token_stats", hidden.device)
-    stats, direction = linear_forward(rows, wanted, chunk_bytes, kernels, with_direction)
-    return (*stats, direction)
+    stats, kept = linear_forward(rows, wanted, chunk_bytes, kernels, Keep(keep_direction, keep_logits))
+    return (*stats, *kept)
 
 
 @linear_token_stats.register_fake
@@ -53,17 +62,14 @@ def _(
     want_log_sum_sq_probs: bool,
     want_mean_logits: bool,
     want_is_top1: bool,
-    with_direction: bool,
+    keep_direction: bool,
+    keep_logits: bool,
     chunk_bytes: int,
 ) -> tuple[Tensor, ...]:
     rows = LinearRows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
     wanted = Wanted(want_entropy, want_lse, want_log_sum_sq_probs, want_mean_logits, want_is_top1)
-    return (*empty_linear_stats(rows, wanted), _empty_direction(rows, with_direction))
-
-
-def _empty_direction(rows: LinearRows, with_direction: bool) -> Tensor:
-    shape = rows.hidden.shape if with_direction else (0,)
-    return rows.hidden.new_empty(shape, dtype=compute_dtype(rows.hidden.dtype))
+    keep = Keep(keep_direction, keep_logits)
+    return (*empty_linear_stats(rows, wanted), *empty_kept(rows, keep, chunk_bytes))
 
 
 @torch.library.custom_op("rlkernels::linear_token_stats_backward", mutates_args=())
@@ -79,6 +85,7 @@ def linear_token_stats_backward(
     row_max: Tensor,
     log_sum_exp: Tensor,
     entropy: Tensor,
+    kept_logits: Tensor,
     dlogp: Tensor | None,
     dentropy: Tensor | None,
     dlse: Tensor | None,
@@ -90,7 +97,8 @@ def linear_token_stats_backward(
     rows = LinearRows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
     saved, upstream = SavedStats(row_max, log_sum_exp, entropy), Upstream(dlogp, dentropy, dlse)
     kernels = backends.implementation("linear_token_stats", hidden.device)
-    return linear_backward(rows, saved, upstream, (need_hidden, need_weight, need_bias), chunk_bytes, kernels)
+    needs = (need_hidden, need_weight, need_bias)
+    return linear_backward(rows, saved, kept_logits, upstream, needs, chunk_bytes, kernels)
 
 
 @linear_token_stats_backward.register_fake
@@ -104,18 +112,19 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    rows, stats, direction = LinearRows(*inputs[: len(LinearRows._fields)]), RowStats(*output[:-1]), output[-1]
+    rows = LinearRows(*inputs[: len(LinearRows._fields)])
+    stats, kept = RowStats(*output[: len(RowStats._fields)]), Kept(*output[len(RowStats._fields) :])
     ctx.ignore_index, ctx.chunk_bytes = rows.ignore_index, inputs[-1]
-    ctx.save_for_backward(*rows[:-1], stats.row_max, stats.log_sum_exp, stats.entropy, direction)
+    ctx.save_for_backward(*rows[:-1], stats.row_max, stats.log_sum_exp, stats.entropy, *kept)
     ctx.mark_non_differentiable(
-        stats.log_sum_sq_probs, stats.mean_logits, stats.is_top1, stats.row_max, stats.log_sum_exp, direction
+        stats.log_sum_sq_probs, stats.mean_logits, stats.is_top1, stats.row_max, stats.log_sum_exp, *kept
     )
     ctx.set_materialize_grads(False)
 
 
 def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     refuse_double_backward("linear_token_stats")
-    *tensors, row_max, log_sum_exp, entropy, direction = ctx.saved_tensors
+    *tensors, row_max, log_sum_exp, entropy, direction, kept_logits = ctx.saved_tensors
     hidden = tensors[0]
     upstream = Upstream(*(None if gradient is None else gradient.contiguous() for gradient in gradients[:3]))
     needs = ctx.needs_input_grad[:3]
@@ -125,10 +134,18 @@ def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
             dinputs[0] = (upstream.dlogp[:, None] * direction).to(hidden.dtype)
         else:
             results = linear_token_stats_backward(
-                *tensors, ctx.ignore_index, row_max, log_sum_exp, entropy, *upstream, *needs, ctx.chunk_bytes
+                *tensors,
+                ctx.ignore_index,
+                row_max,
+                log_sum_exp,
+                entropy,
+                kept_logits,
+                *upstream,
+                *needs,
+                ctx.chunk_bytes,
             )
             dinputs = [result if needed else None for result, needed in zip(results, needs, strict=True)]
-    return (*dinputs, *[None] * (len(LinearRows._fields) - 3 + len(Wanted._fields) + 2))
+    return (*dinputs, *[None] * (len(LinearRows._fields) - 3 + len(Wanted._fields) + len(Keep._fields) + 1))
 
 
 linear_token_stats.register_autograd(backward, setup_context=setup_context)
