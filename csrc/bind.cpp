@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "cpu/buffer_pool.h"
 #include "cpu/dispatch.h"
 #include "row_math.h"
 
@@ -35,6 +36,15 @@ PYBIND11_MODULE(_native, m) {
   m.def("available_isas", &rlk::available_isas);
   m.def("current_isa", &rlk::current_isa);
   m.def("set_isa", &rlk::set_isa, py::arg("name"));
+
+  py::class_<rlk::Buffer>(m, "Buffer", py::buffer_protocol())
+      .def(py::init<size_t>(), py::arg("bytes"))
+      .def_buffer([](rlk::Buffer& buffer) {
+        return py::buffer_info(static_cast<uint8_t*>(buffer.data()), static_cast<py::ssize_t>(buffer.bytes()));
+      });
+  m.def("idle_bytes", &rlk::idle_bytes);
+  m.def("free_idle_buffers", &rlk::free_idle_buffers);
+  m.attr("idle_limit") = rlk::kIdleLimit;
 
   py::class_<rlk::LogitsView>(m, "LogitsView")
       .def(py::init(&logits_view), py::kw_only(), py::arg("data"), py::arg("dtype"), py::arg("sizes"),

@@ -1,6 +1,7 @@
 """Fused kernels for the losses of reinforcement-learning post-training of language models."""
 
 from rlkernels.backends import backend, set_backend
+from rlkernels.backends.memory import empty_cache
 from rlkernels.batch import PolicyBatch
 from rlkernels.checks import set_checks
 from rlkernels.heads import head_arguments
@@ -30,6 +31,7 @@ __all__ = [
     "Reinforce",
     "TokenStats",
     "backend",
+    "empty_cache",
     "global_normalizer",
     "head_arguments",
     "linear_policy_loss",

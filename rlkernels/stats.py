@@ -95,14 +95,14 @@ def linear_token_stats(
     outputs: Sequence[str] = ("entropy",),
     chunk_bytes: int | None = None,
 ) -> TokenStats:
-    """`token_stats` of `hidden @ weight.T + bias`, without the logits ever existing whole.
+    """`token_stats` of `hidden @ weight.T + bias`, in memory that `chunk_bytes` bounds.
 
         logits = hidden @ weight.T + bias;   everything else as in `token_stats`
 
-    The logits are made a tile at a time, reduced and dropped; backward makes them again. Gradients reach `hidden`,
-    `weight` and `bias`, those of them that require one, each in its own dtype. With a frozen head
-    (`weight.requires_grad=False`, LoRA) forward keeps `dlogp / dhidden` instead, and backward needs no logits.
-    Ignored rows, and in backward rows without a gradient, are left out of the GEMMs.
+    The logits are made a tile at a time and reduced; as many as `chunk_bytes` allows stay until backward, which makes
+    the others again. Gradients reach `hidden`, `weight` and `bias`, those of them that require one, each in its own
+    dtype. With a frozen head (`weight.requires_grad=False`, LoRA) forward keeps `dlogp / dhidden` instead, and backward
+    needs no logits. Ignored rows, and in backward rows without a gradient, are left out of the GEMMs.
 
     Args:
         hidden: `[..., H]`, float64, float32, bfloat16 or float16.
@@ -111,7 +111,9 @@ def linear_token_stats(
         targets: `[...]`, integers in `[0, V)` or `ignore_index`. `hidden[i]` predicts `targets[i]`.
         bias: `[V]`, `weight`'s dtype, or None.
         temperature, softcap, logit_scale, ignore_index, outputs: as in `token_stats`.
-        chunk_bytes: bound of the buffer that holds tiles of logits, at least 256 columns of all rows; None: 32 MiB.
+        chunk_bytes: bound of the logits that exist at a time: a tile at work (at most 32 MiB, at least 256 columns of
+            all rows) and, where the head is trained, those kept until backward. None: 512 MiB. 32 MiB keeps none,
+            for a third more time.
 
     Returns, Raises: as `token_stats`.
 

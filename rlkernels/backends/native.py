@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +11,8 @@ from torch import Tensor
 
 from rlkernels import _native
 from rlkernels.ops.rows import Rows, RowStats, SavedStats, Tile, Upstream
+
+free_idle_buffers = _native.free_idle_buffers
 
 _DTYPE_CODES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
@@ -42,6 +46,14 @@ def _views(rows: Rows, tile: Tile | None) -> dict[str, Any]:
         "ignore_index": rows.ignore_index,
         "threads": torch.get_num_threads(),
     }
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor in a buffer of the pool."""
+    count = math.prod(shape)
+    flat = torch.frombuffer(_native.Buffer(count * dtype.itemsize), dtype=dtype, count=count)
+    # no view of `flat`: the tensor is to look like any other
+    return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, torch.Size(shape), flat.view(shape).stride())
 
 
 def empty_states(count: int, logits: Tensor) -> Tensor:

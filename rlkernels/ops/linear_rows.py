@@ -11,12 +11,14 @@ added in float32 at the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlkernels import schedules
+from rlkernels.backends import memory
 from rlkernels.ops.rows import Rows, RowStats, SavedStats, Tile, Upstream, Wanted, compute_dtype, empty_row_stats
 
 
@@ -100,7 +102,8 @@ class LinearRows(NamedTuple):
         return Rows(logits[None], self.targets, self.temperature, self.softcap, self.logit_scale, self.ignore_index)
 
     def empty_tile(self, blocks: schedules.Blocks) -> Tensor:
-        return self.hidden.new_empty(min(blocks.rows, self.hidden.shape[0]) * blocks.columns)
+        count = min(blocks.rows, self.hidden.shape[0]) * blocks.columns
+        return memory.empty((count,), self.hidden.dtype, self.hidden.device)
 
 
 def _view(buffer: Tensor, rows: int, columns: slice) -> Tensor:
@@ -159,12 +162,12 @@ def empty_linear_stats(rows: LinearRows, wanted: Wanted) -> RowStats:
     return empty_row_stats(Rows(rows.hidden[None, :, :1], *rows[3:]), wanted)
 
 
-def empty_kept(rows: LinearRows, keep: Keep, chunk_bytes: int) -> Kept:
+def empty_kept(rows: LinearRows, keep: Keep, chunk_bytes: int, empty: Callable[..., Tensor] = torch.empty) -> Kept:
     """Sized by all rows, so that no shape depends on labels; pages that nobody writes take no memory."""
-    shape = rows.hidden.shape if keep.direction else (0,)
+    dtype, device = rows.hidden.dtype, rows.hidden.device
     return Kept(
-        direction=rows.hidden.new_empty(shape, dtype=compute_dtype(rows.hidden.dtype)),
-        logits=rows.hidden.new_empty(rows.problem(chunk_bytes).kept_logits() if keep.logits else 0),
+        direction=empty(rows.hidden.shape if keep.direction else (0,), dtype=compute_dtype(dtype), device=device),
+        logits=empty((rows.problem(chunk_bytes).kept_logits() if keep.logits else 0,), dtype=dtype, device=device),
     )
 
 
@@ -173,7 +176,7 @@ def linear_forward(
 ) -> tuple[RowStats, Kept]:
     """Statistics, and what backward will need."""
     stats = RowStats(*(column.zero_() for column in empty_linear_stats(rows, wanted)))
-    kept = empty_kept(rows, keep, chunk_bytes)
+    kept = empty_kept(rows, keep, chunk_bytes, memory.empty)
     kept.direction.zero_()
     used_rows, used = rows.only(rows.is_labelled())
     problem = used_rows.problem(chunk_bytes)
@@ -278,7 +281,7 @@ def linear_backward(
 
     count = part.targets.shape[0]
     dhidden = rows.hidden.new_zeros(rows.hidden.shape if need_hidden else (0,))
-    dweight = rows.weight.new_empty(rows.weight.shape if need_weight else (0,))
+    dweight = memory.empty(rows.weight.shape if need_weight else (0,), rows.weight.dtype, rows.weight.device)
     dbias = rows.weight.new_empty((vocab,) if need_bias else (0,))
     if count == 0:
         return dhidden, dweight.zero_(), dbias.zero_()

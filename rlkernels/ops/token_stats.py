@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rlkernels import backends
+from rlkernels.backends import memory
 from rlkernels.ops.rows import Rows, RowStats, SavedStats, Upstream, Wanted, empty_dlogits, empty_row_stats
 
 
@@ -62,7 +63,7 @@ def token_stats_backward(
     dlse: Tensor | None,
 ) -> Tensor:
     rows = Rows(logits, targets, temperature, softcap, logit_scale, ignore_index)
-    dlogits = empty_dlogits(rows)
+    dlogits = memory.empty(logits.shape, logits.dtype, logits.device)
     backends.implementation("token_stats", logits.device).token_stats_backward(
         rows, SavedStats(row_max, log_sum_exp, entropy), Upstream(dlogp, dentropy, dlse), dlogits
     )
