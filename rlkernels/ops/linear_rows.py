@@ -329,8 +329,8 @@ def linear_backward(
 
 def _put_target_back(dlogits: Tensor, dtarget: Tensor, column: Tensor) -> None:
     """dtarget into each row's target column, where this tile has it; no host waits for how many do."""
-    width = dlogits.shape[1]
-    inside = (column >= 0) & (column < width)
-    index = column.clamp(0, width - 1)[:, None]
-    values = torch.where(inside[:, None], dtarget[:, None].to(dlogits.dtype), dlogits.gather(1, index))
-    dlogits.scatter_(1, index, values)
+    rows, width = dlogits.shape
+    # indexed, not scattered: PyTorch's scatter_ of 16-bit matrices copies them on the CPU
+    target = (torch.arange(rows, device=column.device), column.clamp(0, width - 1))
+    is_inside = (column >= 0) & (column < width)
+    dlogits[target] = torch.where(is_inside, dtarget.to(dlogits.dtype), dlogits[target])
