@@ -37,6 +37,9 @@ class PolicyBatch:
             and entropy (truncated importance sampling). Enters no ratio, denominator or clip metric; 0 selects
             the token's policy term away.
         cu_seqlens: `[B + 1]` int32 or int64, borders of packed sequences, from 0 to N.
+        rows: `[M]` integers, rising: indices into the flat tokens of those that `linear_policy_loss` computes, such as
+            `mask.flatten().nonzero().squeeze(1)`. A GPU's host does not know how many tokens are masked and projects
+            them all, unless it has this. A trained token that is left out gives NaN. The CPU needs none.
         extras: `[B]` tensors that one objective alone needs, such as NFT's `success_rate`.
 
     Raises:
@@ -60,6 +63,7 @@ class PolicyBatch:
         weight: Tensor | None = None,
         policy_weight: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        rows: Tensor | None = None,
         extras: Mapping[str, Tensor] | None = None,
     ) -> None:
         if targets is not None:
@@ -74,6 +78,7 @@ class PolicyBatch:
         self.weight = None if weight is None else _as_float("weight", weight)
         self.policy_weight = None if policy_weight is None else _as_float("policy_weight", policy_weight)
         self.cu_seqlens = cu_seqlens
+        self.rows = rows
         self.span = slice(None)
         if not isinstance(extras, Mapping | None):
             raise TypeError(f"extras: expected a mapping from names to tensors, got {checks.describe(extras)}")
@@ -94,6 +99,7 @@ class PolicyBatch:
         ref_logp: Tensor | None = None,
         weight: Tensor | None = None,
         policy_weight: Tensor | None = None,
+        rows: Tensor | None = None,
         extras: Mapping[str, Tensor] | None = None,
     ) -> PolicyBatch:
         """A batch for the model's full logits: the shift by one token is done inside each sequence.
@@ -104,7 +110,7 @@ class PolicyBatch:
             input_ids: `[B, T]`, or `[N]` or `[1, N]` with `cu_seqlens`: what the model read.
             loss_mask: `input_ids`' shape, nonzero where token i itself is trained.
             advantages: `[B]`, `[B, 1]`, or `input_ids`' shape (of token i itself; shifted as well).
-            cu_seqlens, old_logp, ref_logp, weight, policy_weight, extras: as in `PolicyBatch`, by row of the
+            cu_seqlens, old_logp, ref_logp, weight, policy_weight, rows, extras: as in `PolicyBatch`, by row of the
                 logits, as `token_stats` returns them: not shifted.
 
         Example:
@@ -141,6 +147,7 @@ class PolicyBatch:
             weight=weight,
             policy_weight=policy_weight,
             cu_seqlens=cu_seqlens,
+            rows=rows,
             extras=extras,
         )
 
@@ -153,6 +160,8 @@ class PolicyBatch:
             self._check(name, getattr(self, name), device, shape)
         for name in ("advantages", "policy_weight"):
             self._check(name, getattr(self, name), device, *per_sequence, shape)
+        if self.rows is not None:
+            checks.check_indices("rows", self.rows, segments.tokens, device)
         for name, value in self.extras.items():
             self._check(f"extras[{name!r}]", value, device, *per_sequence, shape)
         return segments
@@ -174,8 +183,8 @@ class PolicyBatch:
         """`k` micro-batches of whole sequences (fewer if there are fewer sequences), in order.
 
         Each has `span`, the slice of the tokens' first dimension (of N where they are packed) that it covers:
-        `policy_loss(logits[part.span], part, ...)`, `logits[:, part.span]` for `[1, N]`. Reads `cu_seqlens` on the
-        host.
+        `policy_loss(logits[part.span], part, ...)`, `logits[:, part.span]` for `[1, N]`. Reads `cu_seqlens`
+        and `rows` on the host.
 
         Raises:
             ValueError: `k` < 1, or a batch without targets and mask, whose size is not known.
@@ -220,11 +229,20 @@ class PolicyBatch:
             if borders is None
             else borders[sequences.start : sequences.stop + 1] - borders[sequences.start],
             policy_weight=cut(self.policy_weight),
+            rows=None if self.rows is None else self._rows_between(*self._flat_range(shape, span)),
             extras={name: cut(value) for name, value in self.extras.items()},  # type: ignore[misc]
             **{name: cut(getattr(self, name)) for name in _PER_TOKEN},
         )
         part.span = span
         return part
+
+    def _flat_range(self, shape: tuple[int, ...], span: slice) -> tuple[int, int]:
+        width = shape[1] if len(shape) == 2 and self.cu_seqlens is None else 1
+        return span.start * width, span.stop * width
+
+    def _rows_between(self, start: int, stop: int) -> Tensor:
+        assert self.rows is not None
+        return self.rows[(self.rows >= start) & (self.rows < stop)] - start
 
     def to(self, device: torch.device | str) -> PolicyBatch:
         """The same batch with every tensor on `device`."""

@@ -119,3 +119,17 @@ def check_row_values(
     for name, values in (("temperature", per_row), ("softcap", softcap), ("logit_scale", logit_scale)):
         if values is not None and values.numel() and not bool(((values > 0) & values.isfinite()).all()):
             raise ValueError(f"{name}: expected finite numbers > 0, got {values.tolist()}")
+
+
+def check_indices(name: str, index: Tensor, count: int, device: torch.device) -> None:
+    """Rising indices below `count`; their values where the host may look at them."""
+    require_tensor(name, index)
+    require_dtype(name, index, INTEGER_DTYPES)
+    if index.ndim != 1:
+        raise ValueError(f"{name}: expected shape [M], got {describe(index)}")
+    if index.device != device:
+        raise ValueError(f"{name}: expected on {device} like the tokens, got {describe(index)}")
+    if values_are_checked(device) and index.numel():
+        is_rising = bool((index[1:] > index[:-1]).all())
+        if not is_rising or index[0] < 0 or index[-1] >= count:
+            raise ValueError(f"{name}: expected rising indices in [0, {count}), got {index.tolist()}")

@@ -133,6 +133,7 @@ def linear_policy_loss(
         ignore_index=IGNORE_INDEX,
         outputs=("entropy",),
         chunk_bytes=chunk_bytes,
+        rows=batch.rows,
     )
     return _loss(stats.logp, stats.entropy, batch, segments, recipe)
 

@@ -94,6 +94,7 @@ def linear_token_stats(
     ignore_index: int = -100,
     outputs: Sequence[str] = ("entropy",),
     chunk_bytes: int | None = None,
+    rows: Tensor | None = None,
 ) -> TokenStats:
     """`token_stats` of `hidden @ weight.T + bias`, in memory that `chunk_bytes` bounds.
 
@@ -114,6 +115,8 @@ def linear_token_stats(
         chunk_bytes: bound of the logits that exist at a time: a tile at work (at most 32 MiB, at least 256 columns of
             all rows) and, where the head is trained, those kept until backward. None: 512 MiB. 32 MiB keeps none,
             for a third more time.
+        rows: `[M]` integers, rising: the only ones of the N flat positions to compute, or None for all; the others give
+            0 if ignored, else NaN. For GPUs, where the host does not know which rows are ignored and projects all.
 
     Returns, Raises: as `token_stats`.
 
@@ -126,11 +129,30 @@ def linear_token_stats(
         [-0.510826, 0.0]
     """
     wanted = _wanted(outputs)
-    rows = make_linear_rows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
+    everything = make_linear_rows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
     if chunk_bytes is None:
         chunk_bytes = DEFAULT_CHUNK_BYTES
     checks.require_number("chunk_bytes", chunk_bytes, above=0)
-    return _token_stats(_linear_row_stats(rows, wanted, int(chunk_bytes)), wanted, targets.shape)
+    if rows is None:
+        stats = _linear_row_stats(everything, wanted, int(chunk_bytes))
+    else:
+        checks.check_indices("rows", rows, targets.numel(), targets.device)
+        index = rows.to(torch.int64)
+        selected = _linear_row_stats(everything.take(index), wanted, int(chunk_bytes))
+        stats = _put_back(selected, index, everything.is_labelled())
+    return _token_stats(stats, wanted, targets.shape)
+
+
+def _put_back(selected: RowStats, index: Tensor, is_labelled: Tensor) -> RowStats:
+    """Statistics of some rows among all."""
+
+    def whole(column: Tensor) -> Tensor:
+        if column.numel() != index.numel():
+            return column
+        missing = torch.where(is_labelled, torch.nan, 0).to(column.dtype)
+        return missing.index_copy(0, index, column)
+
+    return RowStats(*map(whole, selected))
 
 
 def _wanted(outputs: Sequence[str]) -> Wanted:

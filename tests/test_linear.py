@@ -12,17 +12,28 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 import rlkernels
-from rlkernels import GRPO, RECIPES, PolicyBatch
+from rlkernels import GRPO, RECIPES, PolicyBatch, schedules
+from rlkernels.ops.linear_rows import LinearRows
 from rlkernels.ops.linear_token_stats import linear_token_stats as linear_op
 
 # 9,001 columns: two whole segments and an odd rest
 VOCAB, HIDDEN = 9001, 24
 ITEM = 8  # bytes of float64
-CHUNKS = {
-    "one-tile": None,
-    "tiles": 6 * (4096 + HIDDEN) * ITEM,
-    "row-blocks": 2 * (4096 + HIDDEN) * ITEM,  # forward takes two rows at a time, backward narrow tiles
+ALL_ROWS, TWO_ROWS = 6 * (4096 + HIDDEN) * ITEM, 2 * (4096 + HIDDEN) * ITEM  # bytes of a tile
+CHUNKS = {  # bytes of a tile, and how many of the vocabulary's columns are kept for backward
+    "all-kept": (ALL_ROWS, VOCAB),
+    "none-kept": (ALL_ROWS, 0),
+    "some-kept": (ALL_ROWS, 4096),
+    "row-blocks": (TWO_ROWS, 0),  # forward takes two rows at a time, backward narrow tiles
+    "row-blocks-some-kept": (TWO_ROWS, 8192),
 }
+
+
+@pytest.fixture(params=CHUNKS)
+def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    tile_bytes, kept_columns = CHUNKS[request.param]
+    monkeypatch.setattr(schedules, "_TILE_BYTES", tile_bytes)
+    return tile_bytes + 6 * kept_columns * ITEM
 
 
 def draw(generator: Generator, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -90,11 +101,10 @@ def test_every_recipe_equals_the_logits_path(name: str, frozen: bool, generator:
     assert_equal_paths(tensors, batch_of(generator), name, temperature=0.7, normalizer=normalizer)
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("frozen", [False, True], ids=["all-gradients", "frozen-head"])
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "softcap"])
 def test_any_chunk_on_every_backend(
-    backend: str, softcap: float | None, frozen: bool, chunk: str, generator: Generator
+    backend: str, softcap: float | None, frozen: bool, chunk_bytes: int, generator: Generator
 ) -> None:
     tensors = head(generator)
     tensors["weight"].requires_grad_(not frozen)
@@ -106,7 +116,7 @@ def test_any_chunk_on_every_backend(
         temperature=torch.tensor([0.6, 1.4]),
         softcap=softcap,
         logit_scale=1.3,
-        chunk_bytes=CHUNKS[chunk],
+        chunk_bytes=chunk_bytes,
     )
 
 
@@ -167,23 +177,95 @@ def test_packed_equals_padded(generator: Generator) -> None:
         torch.testing.assert_close(actual, expected)
 
 
-def test_rows_that_need_nothing_are_left_out(generator: Generator) -> None:
+def test_rows_that_need_nothing_are_left_out(chunk_bytes: int, generator: Generator) -> None:
     """Masked rows hold NaN: had they entered a GEMM, the weight's gradient would be NaN."""
     tensors, batch = head(generator), batch_of(generator)
-    clean = gradients(from_hidden(tensors, batch, "dapo"), tensors)
     with torch.no_grad():
         tensors["hidden"][1, 2] = torch.nan
-    dirty = gradients(from_hidden(tensors, batch, "dapo"), tensors)
-    for expected, actual in zip(clean, dirty, strict=True):
-        assert torch.equal(actual, expected)
+    dirty = from_hidden(tensors, batch, "dapo", chunk_bytes=chunk_bytes)
+    assert all(gradient.isfinite().all() for gradient in gradients(dirty, tensors))
+    with torch.no_grad():
+        tensors["hidden"][1, 2] = 1.0
+    some = batch_of(generator, advantages=torch.tensor([[0.0, 1.0, 0.5], [0.0, -1.0, 0.0]]))
+    assert_equal_paths(tensors, some, "dapo", chunk_bytes=chunk_bytes)
     nothing = batch_of(generator, advantages=torch.zeros(2))
     assert all((gradient == 0).all() for gradient in gradients(from_hidden(tensors, nothing, "dapo"), tensors))
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all-gradients", "frozen-head"])
+def test_only_the_rows_of_the_batch_are_projected(frozen: bool, backend: str, generator: Generator) -> None:
+    """What a GPU's host is told; NaN in the rest would reach the weight's gradient if it entered a GEMM."""
+    tensors, batch = head(generator), batch_of(generator)
+    for name in ("weight", "bias"):
+        tensors[name].requires_grad_(not frozen)
+    needed = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    options: dict[str, Any] = {"temperature": torch.tensor([0.6, 1.4]), "softcap": 3.0}
+    expected = gradients(from_hidden(tensors, batch, "gspo", **options), needed)
+    batch.rows = batch.mask.flatten().nonzero().squeeze(1)
+    with torch.no_grad():
+        tensors["hidden"][1, 2] = torch.nan
+    out = from_hidden(tensors, batch, "gspo", **options)
+    assert out.logp[1, 2] == 0
+    for actual, exact in zip(gradients(out, needed), expected, strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-14)
+
+
+def test_a_trained_row_outside_rows_is_poisoned(generator: Generator) -> None:
+    tensors, batch = head(generator), batch_of(generator, rows=torch.tensor([0, 2]))
+    out = from_hidden(tensors, batch, "dapo")
+    assert out.loss.isnan()
+    assert out.logp.isnan().tolist() == [[False, True, False], [True, True, False]]
+
+
+def test_rows_are_split_with_the_batch(generator: Generator) -> None:
+    batch = batch_of(generator, rows=torch.tensor([0, 2, 3, 4]))
+    assert [part.rows.tolist() for part in batch.split(2)] == [[0, 2], [0, 1]]
+    packed = PolicyBatch(
+        torch.arange(6), torch.ones(2), cu_seqlens=torch.tensor([0, 4, 6]), rows=torch.tensor([1, 3, 5])
+    )
+    assert [part.rows.tolist() for part in packed.split(2)] == [[1, 3], [1]]
+
+
+@pytest.mark.parametrize(
+    "rows, error, message",
+    [
+        (torch.tensor([[0]]), ValueError, r"rows.*\[M\].*\[1, 1\]"),
+        (torch.tensor([0.0]), TypeError, "rows.*float32"),
+        (torch.tensor([1, 0]), ValueError, r"rows.*rising.*\[1, 0\]"),
+        (torch.tensor([1, 1]), ValueError, "rows.*rising"),
+        (torch.tensor([6]), ValueError, r"rows.*\[0, 6\).*6"),
+        (torch.tensor([-1]), ValueError, "rows.*-1"),
+        ([0], TypeError, "rows.*list"),
+        (torch.zeros(1, dtype=torch.int64, device="meta"), ValueError, "rows.*cpu.*meta"),
+    ],
+    ids=["shape", "dtype", "falling", "repeated", "too-large", "negative", "list", "device"],
+)
+def test_bad_rows(rows: Any, error: type[Exception], message: str, generator: Generator) -> None:
+    with pytest.raises(error, match=message):
+        batch_of(generator, rows=rows)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all-gradients", "frozen-head"])
+def test_where_no_host_counts_rows(
+    frozen: bool, chunk_bytes: int, backend: str, generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: masked rows, NaN here, stay in the GEMMs and must not be felt."""
+    monkeypatch.setattr(LinearRows, "knows_counts", lambda rows: False)
+    tensors = head(generator)
+    for name in ("weight", "bias"):
+        tensors[name].requires_grad_(not frozen)
+    assert_equal_paths(tensors, batch_of(generator), "dapo", softcap=3.0, chunk_bytes=chunk_bytes)
+    with torch.no_grad():
+        tensors["hidden"][1, 2] = torch.nan
+    out = from_hidden(tensors, batch_of(generator), "dapo")
+    needed = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    assert all(gradient.isfinite().all() for gradient in gradients(out, needed))
 
 
 @pytest.mark.parametrize("confident", [False, True], ids=["flat", "confident"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("frozen", [False, True], ids=["all-gradients", "frozen-head"])
-@pytest.mark.parametrize("chunk", ["one-tile", "tiles"])
+@pytest.mark.parametrize("chunk", ["kept", "made-again"])
 def test_error_is_that_of_naive_torch(
     chunk: str, frozen: bool, dtype: torch.dtype, confident: bool, generator: Generator
 ) -> None:
@@ -196,7 +278,7 @@ def test_error_is_that_of_naive_torch(
         hidden += 26 * weight[targets]
     hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(not frozen)
     coefficients = torch.randn(rows, generator=generator)
-    chunk_bytes = None if chunk == "one-tile" else rows * (4096 + hidden_size) * dtype.itemsize
+    chunk_bytes = None if chunk == "kept" else rows * (4096 + hidden_size) * dtype.itemsize
 
     def exact_and_naive(dtype: torch.dtype) -> list[Tensor]:
         h, w = (x.detach().to(dtype).requires_grad_(x.requires_grad) for x in (hidden, weight))
