@@ -7,15 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernels import checks
+from rlkernels import backends, checks, schedules
 from rlkernels.batch import IGNORE_INDEX, PolicyBatch
 from rlkernels.metrics import Metrics
 from rlkernels.objectives import LOG_RATIO_LIMIT, Objective, PolicyTerms, Tokens
+from rlkernels.ops.gradient_in_forward import GradientInForward, Parts
+from rlkernels.ops.linear_rows import LinearRows
 from rlkernels.ops.rows import compute_dtype
 from rlkernels.recipes import ObjectiveFunction, Recipe, resolve
-from rlkernels.reductions import Normalizer, check_reduction, reduce_tokens
+from rlkernels.reductions import Normalizer, check_reduction, denominator, reduce_tokens
 from rlkernels.segments import Segments
-from rlkernels.stats import Number, linear_token_stats, token_stats
+from rlkernels.stats import Number, linear_stats, make_chunk_bytes, make_linear_rows, token_stats
 
 
 class PolicyLoss(NamedTuple):
@@ -122,20 +124,63 @@ def linear_policy_loss(
     """
     recipe = _checked_recipe(batch, objective, reduction, normalizer)
     segments, targets, temperature = _rows_of_batch(batch, temperature)
-    stats = linear_token_stats(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        ignore_index=IGNORE_INDEX,
-        outputs=("entropy",),
-        chunk_bytes=chunk_bytes,
-        rows=batch.rows,
-    )
+    rows = make_linear_rows(hidden, weight, bias, targets, temperature, softcap, logit_scale, IGNORE_INDEX)
+    chunk_bytes = make_chunk_bytes(chunk_bytes)
+    parts = _parts_with_gradient_in_forward(rows, batch, recipe, chunk_bytes)
+    if parts:
+        return _loss_in_parts(rows, batch, segments, parts, recipe, chunk_bytes)
+    stats = linear_stats(rows, ("entropy",), chunk_bytes, targets.shape, batch.rows)
     return _loss(stats.logp, stats.entropy, batch, segments, recipe)
+
+
+def _parts_with_gradient_in_forward(
+    rows: LinearRows, batch: PolicyBatch, recipe: Recipe, chunk_bytes: int
+) -> list[PolicyBatch]:
+    """See `rlkernels.schedules`; none where gradients are not formed in forward."""
+    is_known = isinstance(recipe.objective, Objective) and recipe.reduction != "none"
+    # packed borders and `rows` would have to be read by the host
+    is_padded = batch.cu_seqlens is None and batch.rows is None
+    is_eager = not torch.compiler.is_compiling() and backends.choose(rows.hidden.device) != "reference"
+    if not (is_known and is_padded and is_eager) or rows.hidden.dtype == torch.float16:
+        return []
+    if not rows.what_to_keep().logits:
+        return []
+    assert batch.targets is not None
+    count = schedules.parts(rows.problem(chunk_bytes), batch.targets.shape[-1], rows.hidden.device)
+    return batch.split(count) if count else []
+
+
+def _loss_in_parts(
+    rows: LinearRows,
+    batch: PolicyBatch,
+    segments: Segments,
+    parts: list[PolicyBatch],
+    recipe: Recipe,
+    chunk_bytes: int,
+) -> PolicyLoss:
+    """The parts' losses under the whole batch's denominators add up to the batch's."""
+    assert batch.mask is not None and isinstance(recipe.objective, Objective)
+    mask = batch.mask.reshape(-1)
+    if recipe.normalizer is None:
+        recipe = recipe._replace(normalizer=denominator(mask, segments, recipe.reduction))
+    if recipe.entropy_normalizer is None:
+        recipe = recipe._replace(entropy_normalizer=denominator(mask, segments, _entropy_reduction(recipe)))
+    metrics = []
+
+    def loss_of(number: int, logp: Tensor, entropy: Tensor) -> Tensor:
+        part = parts[number]
+        assert part.targets is not None
+        shape = tuple(part.targets.shape)
+        out = _loss(logp.view(shape), entropy.view(shape), part, Segments(shape, None), recipe)
+        metrics.append(out.metrics)
+        return out.loss
+
+    width = segments.tokens // max(1, segments.count) if len(segments.shape) == 2 else 1
+    spans = [slice(part.span.start * width, part.span.stop * width) for part in parts]
+    head_bytes = 4 * rows.weight.numel()
+    plan = Parts(spans, loss_of, chunk_bytes - head_bytes)
+    loss, logp, entropy = GradientInForward.apply(rows.hidden, rows.weight, rows.bias, rows, plan)
+    return PolicyLoss(loss, Metrics.merge(metrics), logp.view(segments.shape), entropy.view(segments.shape))
 
 
 def logp_policy_loss(
@@ -199,7 +244,7 @@ def _checked_recipe(
     if isinstance(recipe.objective, Objective):
         recipe.objective.check_batch(batch)
         if recipe.objective.entropy_coef != 0:
-            check_reduction(*_entropy_reduction(recipe), name="entropy_reduction")
+            recipe = _with_entropy_normalizer(recipe)
     return recipe
 
 
@@ -223,7 +268,8 @@ def _loss(logp: Tensor, entropy: Tensor | None, batch: PolicyBatch, segments: Se
     loss = reduce_tokens(values, packed.mask, segments, recipe.reduction, recipe.normalizer)
     if isinstance(recipe.objective, Objective) and recipe.objective.entropy_coef != 0:
         assert packed.entropy is not None
-        bonus = reduce_tokens(packed.entropy, packed.mask, segments, *_entropy_reduction(recipe))
+        reduction = _entropy_reduction(recipe)
+        bonus = reduce_tokens(packed.entropy, packed.mask, segments, reduction, recipe.entropy_normalizer)
         loss = loss - recipe.objective.entropy_coef * bonus
     with torch.no_grad():
         metrics = _metrics(packed, policy, kl)
@@ -235,11 +281,18 @@ def _loss(logp: Tensor, entropy: Tensor | None, batch: PolicyBatch, segments: Se
     )
 
 
-def _entropy_reduction(recipe: Recipe) -> tuple[str, Normalizer | None]:
-    """The bonus's reduction and normalizer: per token where the loss is, the loss's own where they agree."""
+def _entropy_reduction(recipe: Recipe) -> str:
+    """The bonus's reduction: per token where the loss is."""
     assert isinstance(recipe.objective, Objective)
-    reduction = "none" if recipe.reduction == "none" else recipe.objective.entropy_reduction
-    return reduction, recipe.normalizer if reduction == recipe.reduction else None
+    return "none" if recipe.reduction == "none" else recipe.objective.entropy_reduction
+
+
+def _with_entropy_normalizer(recipe: Recipe) -> Recipe:
+    """The loss's own normalizer where the reductions agree."""
+    reduction = _entropy_reduction(recipe)
+    normalizer = recipe.normalizer if reduction == recipe.reduction else None
+    check_reduction(reduction, normalizer, name="entropy_reduction")
+    return recipe._replace(entropy_normalizer=normalizer)
 
 
 class _Packed:

@@ -62,15 +62,18 @@ def reduce_tokens(
     else:
         total = values.sum()
     if normalizer is None:
-        if reduction == "token_sum":
-            return total
-        if reduction == "token_mean":
-            return total / mask.sum().clamp(min=1)
-        return total / max(segments.count, 1)
+        normalizer = denominator(mask, segments, reduction)
     if isinstance(normalizer, Tensor):
         normalizer = normalizer.to(device=total.device, dtype=total.dtype)
         return total / torch.where(normalizer == 0, 1, normalizer)
     return total / (normalizer or 1.0)
+
+
+def denominator(mask: Tensor, segments: Segments, reduction: str) -> Normalizer:
+    """A batch's own, where no normalizer replaces it."""
+    if reduction == "token_mean":
+        return mask.sum()
+    return 1.0 if reduction == "token_sum" else float(segments.count)
 
 
 def global_normalizer(

@@ -1,15 +1,21 @@
 """How the linear path cuts up `hidden @ weight.T`, so that `[N, V]` never exists.
 
-Three ways lead from hidden states to gradients; what they cost, in GEMMs of 2 N H V operations and in bytes beyond
-inputs and requested gradients:
+Ways from hidden states to gradients, and what they cost: GEMMs of 2 N H V operations each, and bytes beyond inputs and
+requested gradients.
 
 | schedule | GEMMs | bytes |
 |---|---|---|
 | recompute | 4: logits, logits again, dhidden, dweight | a tile of logits + 4 N H |
-| keep | 4 - k: the share k of the logits that fits stays from forward to backward | `chunk_bytes` + 4 N H |
-| direction (frozen head) | 2: logits, dlogp / dhidden | a tile of logits + 8 N H |
+| keep | 4 - k: a share k of the logits stays from forward to backward | `chunk_bytes` + 4 N H |
+| direction | 2: logits, dlogp / dhidden | a tile of logits + 8 N H |
+| gradient in forward | 3, and dweight read and written in float32 for each part of the rows | `chunk_bytes` + 4 N H |
 
-Keeping is recomputing with k > 0, so there is one schedule for a trained head: k is what `chunk_bytes` allows.
+A frozen head takes the direction. A trained one keeps as many logits as `chunk_bytes` holds, k = 0 being recomputation,
+with the vocabulary outermost: dweight is finished tile by tile. Gradient in forward has the rows outermost, P parts of
+whole sequences, and must hold a float32 dweight beside a part's logits. It asks for GEMMs that add to a float32 sum,
+which PyTorch has on GPUs alone, for an objective and a reduction known in advance, and for logits that are not float16,
+whose gradients vanish before a gradient scaler's factor arrives. With `BALANCE` GEMM operations in the time of a byte,
+it is taken where 3 + 4 BALANCE P / N < 4 - k.
 """
 
 from __future__ import annotations
@@ -17,11 +23,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+
 SEGMENT = 4096  # kSegment of csrc/row_math.h: what a row's sums are reduced in
 DEFAULT_CHUNK_BYTES = 512 << 20
-_TILE_BYTES = 32 << 20  # of a chunk: the logits at work, which should stay near the cache
+_TILE_BYTES = 32 << 20  # of a tile with few rows, which stays near the cache
 _WIDEST_TILE = 16384  # wider ones are no faster as GEMMs and fall out of the cache
 _NARROWEST_TILE = 256
+_FEWEST_ROWS = 4096  # of a part: below, a GPU's GEMMs are no longer bound by arithmetic
+_BALANCE = 300  # H100: 989e12 bfloat16 operations and 3.35e12 bytes a second; A100 and MI300X lie at 160 and 250
 
 
 class Blocks(NamedTuple):
@@ -53,7 +63,9 @@ class Problem(NamedTuple):
 
     @property
     def tile_bytes(self) -> int:
-        return min(self.chunk_bytes, _TILE_BYTES)
+        """The share of the chunk for the logits at work: narrow tiles of many rows would add to dhidden too often."""
+        one_segment = self.rows * (SEGMENT + self.hidden_size) * self.itemsize
+        return min(self.chunk_bytes, max(_TILE_BYTES, one_segment))
 
     def forward_blocks(self) -> Blocks:
         """Whole segments, so that a row's bits depend on its logits alone; fewer rows where the chunk is small.
@@ -84,6 +96,32 @@ class Problem(NamedTuple):
         return self.vocab if columns >= self.vocab else columns // tile * tile
 
 
+def has_wide_gemms(device: torch.device) -> bool:
+    """Whether a GEMM of 16-bit matrices can write and add to float32."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and "dtype_out" in torch.ops.aten.addmm.overloads()
+
+
+def parts(problem: Problem, sequence: int, device: torch.device) -> int:
+    """Parts of whole sequences of so many tokens in which to form gradients in forward; 0: keep or recompute."""
+    return _parts(problem, sequence) if has_wide_gemms(device) else 0
+
+
+def _parts(problem: Problem, sequence: int) -> int:
+    rows, hidden_size, vocab, itemsize, chunk_bytes = problem
+    spare = chunk_bytes - 4 * vocab * hidden_size
+    # all logits of a part, and a tile of their gradient
+    rows_that_fit = min(
+        (spare - _TILE_BYTES) // (vocab * itemsize), spare // ((vocab + SEGMENT + hidden_size) * itemsize)
+    )
+    rows_that_fit = rows_that_fit // max(1, sequence) * sequence
+    if rows_that_fit < _FEWEST_ROWS:
+        return 0
+    count = -(-rows // rows_that_fit)
+    share_kept = problem.kept_logits() / max(1, rows * vocab)
+    return count if 4 * _BALANCE * count < (1 - share_kept) * rows else 0
+
+
 def backward_tiles(forward: Problem, backward: Problem, kept: int) -> Iterator[tuple[slice, slice | None]]:
     """Columns of backward's tiles and, where forward kept their logits, the tile of forward's that holds them."""
     step = backward.backward_blocks().columns
@@ -95,7 +133,7 @@ def backward_tiles(forward: Problem, backward: Problem, kept: int) -> Iterator[t
 
 
 def explain(problem: Problem) -> list[str]:
-    """The schedule in words, and what it costs beside the logits that it does without."""
+    """The schedules in words, and what they cost beside the logits that they do without."""
     rows, hidden_size, vocab, itemsize, chunk_bytes = problem
     forward, backward = problem.forward_blocks(), problem.backward_blocks()
     gemm = 2 * rows * hidden_size * vocab / 1e12
@@ -103,18 +141,28 @@ def explain(problem: Problem) -> list[str]:
     kept = problem.kept_logits()
     share = kept / max(1, rows * vocab)
     again = {0.0: "made again", 1.0: "read again"}.get(share, f"read again ({share:.0%} of them) or made again")
+    count = _parts(problem, sequence=1)
+    on_gpu = (
+        f"3 GEMMs in forward, in {count} parts of up to {-(-rows // count):,} rows (whole sequences), whose gradients "
+        f"are summed in float32 ({_mib(4 * vocab * hidden_size)})"
+        if count
+        else "the same; gradients formed in forward would save too little, or not fit into chunk_bytes"
+    )
     return [
-        f"logits [{rows:,}, {vocab:,}] would take {_mib(rows * vocab * itemsize)}, and their gradient as much again",
-        f"forward   1 GEMM of {gemm:.3g} TFLOP, in {_count(forward, rows, vocab)} of {_shape(forward)}: "
+        f"logits [{rows:,}, {vocab:,}] would take {_mib(rows * vocab * itemsize)}, and their gradient as much again; "
+        f"a GEMM is {gemm:.3g} TFLOP",
+        f"forward   1 GEMM, in {_count(forward, rows, vocab)} of {_shape(forward)}: "
         f"a tile's logits are reduced to row states; {_mib(kept * itemsize)} of them are kept, the rest is dropped",
         f"backward  {3 - share:.3g} GEMMs, in {_count(backward, rows, vocab)} of {_shape(backward)}: "
         f"a tile's logits are {again}, turned into their gradient, and multiplied into "
         "dhidden (summed in float32) and dweight (finished by one GEMM)",
+        f"on a GPU  {on_gpu}",
         "frozen    2 GEMMs in forward and none in backward: dlogp/dhidden is kept in float32 "
         f"({_mib(4 * rows * hidden_size)}), no logits; a gradient through entropy or lse makes the logits again",
         f"memory    chunk_bytes of {_mib(chunk_bytes)} hold {_mib(kept * itemsize)} of kept logits and a tile of "
         f"{_mib(tile)}; beside them a float32 [N, H] of {_mib(4 * rows * hidden_size)}",
-        "rows that are masked, and in backward rows without a gradient, enter no GEMM",
+        "rows that are masked, and in backward rows without a gradient, enter no GEMM "
+        "(on a GPU where PolicyBatch.rows tells which)",
     ]
 
 

@@ -128,19 +128,26 @@ def linear_token_stats(
         >>> [round(x, 6) for x in stats.logp.tolist()]
         [-0.510826, 0.0]
     """
-    wanted = _wanted(outputs)
     everything = make_linear_rows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
-    if chunk_bytes is None:
-        chunk_bytes = DEFAULT_CHUNK_BYTES
-    checks.require_number("chunk_bytes", chunk_bytes, above=0)
+    return linear_stats(everything, outputs, make_chunk_bytes(chunk_bytes), targets.shape, rows)
+
+
+def make_chunk_bytes(chunk_bytes: int | None) -> int:
+    checks.require_number("chunk_bytes", DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes, above=0)
+    return DEFAULT_CHUNK_BYTES if chunk_bytes is None else int(chunk_bytes)
+
+
+def linear_stats(
+    everything: LinearRows, outputs: Sequence[str], chunk_bytes: int, shape: torch.Size, rows: Tensor | None
+) -> TokenStats:
+    """`linear_token_stats` of checked arguments."""
+    wanted = _wanted(outputs)
     if rows is None:
-        stats = _linear_row_stats(everything, wanted, int(chunk_bytes))
-    else:
-        checks.check_indices("rows", rows, targets.numel(), targets.device)
-        index = rows.to(torch.int64)
-        selected = _linear_row_stats(everything.take(index), wanted, int(chunk_bytes))
-        stats = _put_back(selected, index, everything.is_labelled())
-    return _token_stats(stats, wanted, targets.shape)
+        return _token_stats(_linear_row_stats(everything, wanted, chunk_bytes), wanted, shape)
+    checks.check_indices("rows", rows, everything.targets.shape[0], everything.targets.device)
+    index = rows.to(torch.int64)
+    selected = _linear_row_stats(everything.take(index), wanted, chunk_bytes)
+    return _token_stats(_put_back(selected, index, everything.is_labelled()), wanted, shape)
 
 
 def _put_back(selected: RowStats, index: Tensor, is_labelled: Tensor) -> RowStats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,6 @@ CHUNKS = {  # bytes of a tile, and how many of the vocabulary's columns are kept
     "none-kept": (ALL_ROWS, 0),
     "some-kept": (ALL_ROWS, 4096),
     "row-blocks": (TWO_ROWS, 0),  # forward takes two rows at a time, backward narrow tiles
-    "row-blocks-some-kept": (TWO_ROWS, 8192),
 }
 
 
@@ -118,6 +118,82 @@ def test_any_chunk_on_every_backend(
         logit_scale=1.3,
         chunk_bytes=chunk_bytes,
     )
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all-gradients", "frozen-head"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_gradients_formed_in_forward(
+    name: str, frozen: bool, generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, in two parts: every recipe, entropy bonus and reduction included."""
+    monkeypatch.setattr(schedules, "parts", lambda problem, sequence, device: 2)
+    tensors, batch = head(generator), batch_of(generator)
+    for tensor in ("weight", "bias"):
+        tensors[tensor].requires_grad_(not frozen)
+    options: dict[str, Any] = {"normalizer": 6.0 if name == "dr_grpo" else None, "softcap": 3.0}
+    options |= {"temperature": torch.tensor([0.6, 1.4])}
+    assert_equal_paths(tensors, batch, name, **options)
+    bonus = dataclasses.replace(RECIPES[name].objective, entropy_coef=0.1)
+    for reduction in rlkernels.REDUCTIONS[:-1]:
+        options["normalizer"] = 6.0 if reduction == "seq_mean_token_sum_norm" else None
+        assert_equal_paths(tensors, batch, bonus, reduction=reduction, **options)
+    mine, expected = from_hidden(tensors, batch, bonus), from_logits(tensors, batch, bonus)
+    for metric, value in expected.metrics.items():
+        torch.testing.assert_close(mine.metrics[metric], value, msg=metric)
+    torch.testing.assert_close(mine.logp, expected.logp)
+    torch.testing.assert_close(mine.entropy, expected.entropy)
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3))[1:], ids=str)
+def test_gradients_formed_in_forward_only_where_asked(
+    needs: tuple[bool, bool, bool], generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedules, "parts", lambda problem, sequence, device: 2)
+    tensors = head(generator)
+    for tensor, need in zip(tensors.values(), needs, strict=True):
+        tensor.requires_grad_(need)
+    assert_equal_paths(tensors, batch_of(generator), "dapo")
+
+
+def test_gradients_formed_in_forward_are_like_any_other(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream factors, a second backward, no double backward, rounding once, fp16 and packed batches elsewhere."""
+    monkeypatch.setattr(schedules, "parts", lambda problem, sequence, device: 2)
+    tensors, batch = head(generator, torch.bfloat16), batch_of(generator)
+    out = from_hidden(tensors, batch, "dapo")
+    assert type(out.loss.grad_fn).__name__ == "GradientInForwardBackward"
+    inputs = list(tensors.values())
+    once = torch.autograd.grad(out.loss, inputs, retain_graph=True)
+    again = torch.autograd.grad(out.loss, inputs, retain_graph=True)
+    eighth = torch.autograd.grad(out.loss / 8, inputs, retain_graph=True)
+    for tensor, one, two, small in zip(inputs, once, again, eighth, strict=True):
+        assert one.dtype == tensor.dtype
+        assert torch.equal(one, two)
+        assert torch.equal(one, small * 8)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(out.loss, inputs, create_graph=True)
+    with torch.no_grad():
+        assert torch.equal(from_hidden(tensors, batch, "dapo").logp, out.logp)
+    half = {name: tensor.detach().half().requires_grad_() for name, tensor in tensors.items()}
+    for call in (
+        lambda: from_hidden(half, batch, "dapo"),
+        lambda: from_hidden(tensors, batch, "dapo", reduction="none"),
+        lambda: from_hidden(tensors, batch, lambda logp, batch: -logp),
+        lambda: from_hidden(tensors, batch_of(generator, rows=torch.arange(6)), "dapo"),
+    ):
+        assert "GradientInForward" not in type(call().loss.grad_fn).__name__
+
+
+def test_cost_model() -> None:
+    """Gradient in forward where its three GEMMs outweigh float32 sums of dweight, and where it fits."""
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    wide = {"rows": 65536, "hidden_size": 1024, "vocab": 151936, "itemsize": 2}
+    large = schedules.Problem(**wide, chunk_bytes=4 << 30)
+    if schedules.has_wide_gemms(cuda):
+        assert schedules.parts(large, 1024, cuda) > 1
+        assert schedules.parts(large._replace(chunk_bytes=512 << 20), 1024, cuda) == 0, "does not fit"
+        assert schedules.parts(large._replace(rows=8192), 1024, cuda) == 0, "all logits can be kept"
+        assert schedules.parts(large, 65536, cuda) == 0, "one sequence cannot be cut"
+    assert schedules.parts(large, 1024, cpu) == 0
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3))[1:], ids=str)

@@ -122,18 +122,13 @@ class KeptTiles:
         return _view(self._buffer[self._rows * columns.start :], self._rows, columns)
 
 
-def _has_wide_gemms(device: torch.device) -> bool:
-    """Whether a GEMM of 16-bit matrices can write float32."""
-    return device.type == "cuda" and "dtype_out" in torch.ops.aten.addmm.overloads()
-
-
 class ProductSum:
     """A sum of GEMMs `[n, H]`, in the compute dtype."""
 
     def __init__(self, rows: LinearRows) -> None:
         self.total = rows.hidden.new_zeros(rows.hidden.shape, dtype=compute_dtype(rows.hidden.dtype))
         self._is_exact = self.total.dtype == rows.hidden.dtype
-        self._is_wide = _has_wide_gemms(rows.hidden.device)
+        self._is_wide = schedules.has_wide_gemms(rows.hidden.device)
         self._product = None if self._is_exact or self._is_wide else torch.empty_like(rows.hidden)
 
     def add(self, tile: Tensor, weight: Tensor, factor: Tensor | None = None) -> None:
@@ -148,14 +143,48 @@ class ProductSum:
             self.total += torch.mm(tile, weight, out=self._product)
 
 
-def _mm_unrounded(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """`a @ b` in `out`'s dtype: autocast's master weights are wider than its matrices, and so is their gradient."""
-    if a.dtype == out.dtype:
-        torch.mm(a, b, out=out)
-    elif _has_wide_gemms(a.device):
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+class HeadGradient:
+    """dweight and dbias, empty where not needed, finished tile by tile or summed over several backward passes."""
+
+    def __init__(self, rows: LinearRows, need_weight: bool, need_bias: bool, dtype: torch.dtype) -> None:
+        vocab, device = rows.weight.shape[0], rows.weight.device
+        self.need_weight, self.need_bias = need_weight, need_bias
+        self.dweight = memory.empty(rows.weight.shape if need_weight else (0,), dtype, device)
+        self.dbias = torch.empty(vocab if need_bias else 0, dtype=dtype, device=device)
+        self.adds = False
+
+    @classmethod
+    def sums(cls, rows: LinearRows, need_weight: bool, need_bias: bool) -> HeadGradient:
+        """In the compute dtype, so that no part is rounded before it is added."""
+        gradient = cls(rows, need_weight, need_bias, compute_dtype(rows.weight.dtype))
+        gradient.zero()
+        gradient.adds = True
+        return gradient
+
+    def zero(self) -> None:
+        self.dweight.zero_()
+        self.dbias.zero_()
+
+    def put(self, columns: slice, dlogits: Tensor, hidden: Tensor) -> None:
+        if self.need_weight:
+            self._put_product(dlogits.t(), hidden, self.dweight[columns])
+        if self.need_bias:
+            total = dlogits.sum(0, dtype=compute_dtype(dlogits.dtype))
+            self.dbias[columns] = self.dbias[columns] + total if self.adds else total
+
+    def _put_product(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        """Not rounded to the matrices' dtype where out's is wider: a sum, or the gradient of autocast's master."""
+        if a.dtype != out.dtype and schedules.has_wide_gemms(a.device):
+            if self.adds:
+                torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+            else:
+                torch.mm(a, b, out_dtype=out.dtype, out=out)
+            return
+        a, b = a.to(out.dtype), b.to(out.dtype)
+        if self.adds:
+            out.addmm_(a, b)
+        else:
+            torch.mm(a, b, out=out)
 
 
 def empty_linear_stats(rows: LinearRows, wanted: Wanted) -> RowStats:
@@ -266,25 +295,25 @@ def linear_backward(
     saved: SavedStats,
     kept_logits: Tensor,
     upstream: Upstream,
-    needs: tuple[bool, bool, bool],
+    need_hidden: bool,
+    head: HeadGradient,
     chunk_bytes: int,
     kernels: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dhidden, dweight, dbias), empty where not needed; logits that were not kept are made again."""
-    need_hidden, need_weight, need_bias = needs
+) -> Tensor:
+    """dhidden, empty where not needed; the head's gradient goes into `head`. Logits not kept are made again."""
     vocab = rows.weight.shape[0]
     labelled = rows.is_labelled()
-    coefficients = [gradient for gradient in upstream if gradient is not None]
-    part, index = rows.only(labelled & torch.stack([gradient != 0 for gradient in coefficients]).any(0))
+    nonzero = [gradient != 0 for gradient in upstream if gradient is not None]
+    part, index = rows.only(labelled & torch.stack(nonzero).any(0))
     part_saved = SavedStats(*(column[index] if column.numel() else column for column in saved))
     part_upstream = Upstream(*(None if gradient is None else gradient[index] for gradient in upstream))
 
     count = part.targets.shape[0]
     dhidden = rows.hidden.new_zeros(rows.hidden.shape if need_hidden else (0,))
-    dweight = memory.empty(rows.weight.shape if need_weight else (0,), rows.weight.dtype, rows.weight.device)
-    dbias = rows.weight.new_empty((vocab,) if need_bias else (0,))
     if count == 0:
-        return dhidden, dweight.zero_(), dbias.zero_()
+        if not head.adds:
+            head.zero()
+        return dhidden
     problem, forward_problem = part.problem(chunk_bytes), rows.problem(chunk_bytes)
     among_kept: Tensor | slice = slice(None)
     if rows.knows_counts():
@@ -311,20 +340,17 @@ def linear_backward(
         )
         if total is not None:
             total.add(dlogits, rows.weight_tile(columns))
-        if need_weight or need_bias:
+        if head.need_weight or head.need_bias:
             if dtarget is not None:
                 _put_target_back(dlogits, dtarget, part.targets - columns.start)
-            if need_weight:
-                _mm_unrounded(dlogits.t(), part.hidden, dweight[columns])
-            if need_bias:
-                dbias[columns] = dlogits.sum(0, dtype=compute_dtype(dlogits.dtype))
+            head.put(columns, dlogits, part.hidden)
     if total is not None and dtarget is not None:
         labels = part.label_columns()
         for block in schedules.Blocks(256, vocab).row_ranges(count):  # weight[y] is another [N, H]
             target_weight = rows.weight[labels[block]].to(total.total.dtype)
             total.total[block] += dtarget[block, None] * target_weight
         dhidden[index] = total.total.to(dhidden.dtype)
-    return dhidden, dweight, dbias
+    return dhidden
 
 
 def _put_target_back(dlogits: Tensor, dtarget: Tensor, column: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlkernels import backends
 from rlkernels.ops.linear_rows import (
+    HeadGradient,
     Keep,
     Kept,
     LinearRows,
@@ -97,8 +98,9 @@ def linear_token_stats_backward(
     rows = LinearRows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
     saved, upstream = SavedStats(row_max, log_sum_exp, entropy), Upstream(dlogp, dentropy, dlse)
     kernels = backends.implementation("linear_token_stats", hidden.device)
-    needs = (need_hidden, need_weight, need_bias)
-    return linear_backward(rows, saved, kept_logits, upstream, needs, chunk_bytes, kernels)
+    head = HeadGradient(rows, need_weight, need_bias, weight.dtype)
+    dhidden = linear_backward(rows, saved, kept_logits, upstream, need_hidden, head, chunk_bytes, kernels)
+    return dhidden, head.dweight, head.dbias
 
 
 @linear_token_stats_backward.register_fake
