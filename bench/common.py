@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from rlkernels.cli.measure import seconds
+from rlkernels.cli.measure import peak_bytes, seconds
 
 
 class Shape(NamedTuple):
@@ -26,20 +27,13 @@ class Shape(NamedTuple):
     is_quick: bool
 
 
-def compare(
-    benchmark: BenchmarkFixture,
-    title: str,
-    calls: Mapping[str, Callable[[], object]],
-    *,
-    subject: str,
-    baseline: str,
-    tokens: int,
-    rounds: int,
-) -> None:
+def take_turns(
+    benchmark: BenchmarkFixture, calls: Mapping[str, Callable[[], object]], subject: str, rounds: int
+) -> dict[str, float]:
     """Times `subject` with pytest-benchmark and, before each of its rounds, every other call once.
 
     A ratio is then of calls that took turns within one run: a slow spell of the machine hits all of them.
-    The report divides by `baseline`'s median.
+    Returns the others' medians.
     """
     times: dict[str, list[float]] = {name: [] for name in calls if name != subject}
 
@@ -51,13 +45,37 @@ def compare(
         calls[subject]()  # returns nothing, so that freeing the result is timed as it is for the others
 
     benchmark.pedantic(subject_takes_its_turn, setup=others_take_their_turn, rounds=rounds, warmup_rounds=1)
+    return {name: statistics.median(values[-rounds:]) for name, values in times.items()}
+
+
+def compare(
+    benchmark: BenchmarkFixture,
+    title: str,
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    subject: str,
+    baseline: str,
+    tokens: int,
+    rounds: int,
+) -> None:
+    """Leaves the times of calls that took turns; the report divides by `baseline`'s median."""
+    other_medians = take_turns(benchmark, calls, subject, rounds)
     benchmark.extra_info["comparison"] = {
         "title": title,
         "subject": subject,
         "baseline": baseline,
         "tokens": tokens,
-        "other_medians": {name: statistics.median(values[-rounds:]) for name, values in times.items()},
+        "other_medians": other_medians,
     }
+
+
+def extra_bytes(make_step: Callable[[], Callable[[], object]], gradient_bytes: int) -> int:
+    """Peak memory of a step beyond what `make_step` holds and the gradients that the step returns."""
+    peak = peak_bytes(make_step)
+    if peak is None:
+        pytest.skip("peak memory is measured on Linux only")
+    # the system counts pages in batches for each thread, so that a peak of nothing may come out below zero
+    return max(peak - gradient_bytes, 0)
 
 
 def describe(tensor: torch.Tensor) -> str:

@@ -30,3 +30,9 @@ def shape(request: pytest.FixtureRequest) -> Shape:
 @pytest.fixture(scope="session", params=[torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def rows(request: pytest.FixtureRequest, shape: Shape) -> loss_twins.Rows:
     return loss_twins.make_rows(shape.tokens, shape.vocab, request.param, "cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """A function that was compiled for eight shapes would run uncompiled on the ninth."""
+    torch.compiler.reset()

@@ -2,6 +2,7 @@
 
 import io
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -156,23 +157,49 @@ class TestLossTable:
 
     def test_peak_memory_of_the_naive_loss(self):
         tokens, vocab = 64, 100_000
-        peak = measure.peak_bytes(loss_twins.NAIVE, tokens, vocab, torch.bfloat16, "cpu")
+        peak = measure.peak_bytes(partial(loss_twins.make_step, loss_twins.NAIVE, tokens, vocab, torch.bfloat16, "cpu"))
         if peak is None:
             pytest.skip("peak memory is measured on Linux only")
         # at least the fp32 log-softmax, its gradient and the logits' gradient live at once
         assert peak > (4 + 4 + 2) * tokens * vocab
 
 
+class TestPeakBytes:
+    """Of any step, in a process of its own."""
+
+    @pytest.fixture
+    def peak_bytes(self):
+        def peak_bytes(make_step):
+            peak = measure.peak_bytes(make_step)
+            if peak is None:
+                pytest.skip("peak memory is measured on Linux only")
+            return peak
+
+        return peak_bytes
+
+    def test_a_result_counts(self, peak_bytes):
+        peak = peak_bytes(partial(partial, torch.ones, 50_000_000))
+        assert 0.95 < peak / 200_000_000 < 1.1
+
+    def test_buffers_of_the_first_call_hide_nothing(self, peak_bytes):
+        tokens, vocab = 64, 200_000
+        make_step = partial(loss_twins.make_step, loss_twins.FUSED, tokens, vocab, torch.bfloat16, "cpu")
+        gradient_bytes = 2 * tokens * vocab
+        assert 0.95 < peak_bytes(make_step) / gradient_bytes < 1.5
+
+
 class TestBench:
-    def test_quick_run_writes_json_table_and_picture(self, run, tmp_path):
-        code, output, _ = run("bench", "--quick", "--select", "forward or credit", "--out", str(tmp_path))
+    def test_quick_run_writes_json_tables_and_pictures(self, run, tmp_path):
+        code, output, _ = run("bench", "--quick", "--select", "forward or credit or 256", "--out", str(tmp_path))
         assert code == 0, output
         names = {benchmark["name"] for benchmark in json.loads((tmp_path / "results.json").read_text())["benchmarks"]}
         assert any("prefix_set_counts" in name for name in names)
         markdown = (tmp_path / "results.md").read_text()
         assert torch.__version__ in markdown
         assert "| prefix_set_counts, equal ids" in markdown
-        assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+        assert "| 256 | rlkernels |" in markdown
+        for picture in ("results.png", "scaling.png"):
+            assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
     def test_a_keyword_that_matches_nothing(self, run, tmp_path):
         code, _, error = run("bench", "--select", "nothing_like_it", "--out", str(tmp_path))
@@ -198,7 +225,36 @@ class TestBench:
         assert "| a loss | rlkernels | 20 ms | 200 µs | 1.00 |" in markdown
         assert "|  | naive | 90 ms | 900 µs | 4.50 |" in markdown
         assert "| rlkernels | 0.5 MiB | 2.0 MiB |" in markdown
-        assert "Not measured: torch.compile: no compiler" in markdown
+        assert markdown.count("Not measured: torch.compile: no compiler") == 1
+
+    def test_memory_is_grouped_by_title_with_bounds_beside(self, tmp_path: Path):
+        results = tmp_path / "results.json"
+        results.write_text(json.dumps(_RESULTS))
+        report.write(results)
+        logits, linear = results.with_suffix(".md").read_text().split("Peak memory of ")[1:]
+        assert "gradients, logits." in logits
+        assert "| loss | N = 1 | N = 4 |" in logits
+        assert "| naive | 1.0 MiB | 4.0 MiB |" in logits
+        assert "bound" not in logits
+        assert "gradients, hidden." in linear
+        assert "| rlkernels | 3.0 MiB |\n| its bound | 5.0 MiB |" in linear
+
+    def test_scaling(self, tmp_path: Path):
+        results = tmp_path / "results.json"
+        results.write_text(json.dumps(_RESULTS))
+        assert report.write(results)[-1] == tmp_path / "scaling.png"
+        assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+        markdown = results.with_suffix(".md").read_text()
+        assert "| 256 | rlkernels | 2 s | 7.81 ms | 1.0 MiB |\n|  | naive | 3 s | 11.7 ms | 8.0 MiB |" in markdown
+        assert "| 512 | rlkernels | 4 s | 7.81 ms | 1.0 MiB |" in markdown
+
+    def test_no_picture_of_an_earlier_run_stays(self, tmp_path: Path):
+        results, stale = tmp_path / "results.json", [tmp_path / "results.png", tmp_path / "scaling.png"]
+        for picture in stale:
+            picture.touch()
+        results.write_text(json.dumps({**_RESULTS, "benchmarks": []}))
+        assert report.write(results) == [tmp_path / "results.md"]
+        assert not any(picture.exists() for picture in stale)
 
 
 _RESULTS = {
@@ -218,9 +274,40 @@ _RESULTS = {
                 "unavailable": {"torch.compile": "no compiler"},
             },
         },
+        *(
+            {
+                "stats": {"median": 9.0},
+                "extra_info": {"memory": memory, "unavailable": {"torch.compile": "no compiler"}},
+            }
+            for memory in (
+                {"title": "logits", "loss": "rlkernels", "extra_bytes": {"1": 2**19, "4": 2**21}},
+                {"title": "hidden", "loss": "rlkernels", "extra_bytes": {"8": 3 << 20}, "bound_bytes": {"8": 5 << 20}},
+                {"title": "logits", "loss": "naive", "extra_bytes": {"1": 2**20, "4": 2**22}},
+            )
+        ),
         {
-            "stats": {"median": 9.0},
-            "extra_info": {"memory": {"title": "logits", "loss": "rlkernels", "extra_bytes": {"1": 2**19, "4": 2**21}}},
+            "stats": {"median": 2.0},
+            "extra_info": {
+                "scaling": {
+                    "title": "a linear loss",
+                    "subject": "rlkernels",
+                    "tokens": 256,
+                    "other_medians": {"naive": 3.0},
+                    "extra_bytes": {"rlkernels": 1 << 20, "naive": 8 << 20},
+                }
+            },
+        },
+        {
+            "stats": {"median": 4.0},
+            "extra_info": {
+                "scaling": {
+                    "title": "a linear loss",
+                    "subject": "rlkernels",
+                    "tokens": 512,
+                    "other_medians": {},
+                    "extra_bytes": {"rlkernels": 1 << 20},
+                }
+            },
         },
     ],
 }

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlkernels.cli import measure
-from rlkernels.cli.loss_twins import COMPILED, FUSED, NAIVE, forward_backward, make_rows, why_not_compiled
+from rlkernels.cli.loss_twins import COMPILED, FUSED, NAIVE, forward_backward, make_rows, make_step, why_not_compiled
 
 TOKENS, VOCAB = 512, 151_936  # Qwen's vocabulary
 DTYPE = torch.bfloat16
@@ -40,7 +40,7 @@ def measure_losses(
         measured = {}
         for name in names:
             status.update(f"measuring memory: {name}")
-            peak = measure.peak_bytes(name, tokens, vocab, dtype, device)
+            peak = measure.peak_bytes(partial(make_step, name, tokens, vocab, dtype, device), device)
             measured[name] = Measurement(medians[name], peak)
     if failure:
         measured[COMPILED] = Measurement(failure=failure)

@@ -49,11 +49,14 @@ def fused(rows: Rows) -> Tensor:
 def naive(rows: Rows) -> Tensor:
     """What trainers write: nothing masked and equal lengths, so that a plain mean is GRPO's reduction."""
     log_probs = torch.log_softmax(rows.logits, dim=-1, dtype=torch.float32)
-    logp = log_probs.gather(-1, rows.targets.unsqueeze(-1)).squeeze(-1)
-    ratio = torch.exp(logp - rows.old_logp)
-    advantages = rows.advantages.unsqueeze(-1)
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-    return -surrogate.mean()
+    return surrogate(log_probs.gather(-1, rows.targets.unsqueeze(-1)).squeeze(-1), rows.advantages, rows.old_logp)
+
+
+def surrogate(logp: Tensor, advantages: Tensor, old_logp: Tensor) -> Tensor:
+    """GRPO's loss of log-probabilities `[B, T]` of responses of equal length."""
+    ratio = torch.exp(logp - old_logp)
+    advantages = advantages.unsqueeze(-1)
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
 
 
 @functools.cache
@@ -68,10 +71,20 @@ def forward_backward(name: str, rows: Rows) -> Tensor:
     return torch.autograd.grad(loss_function(name)(rows), rows.logits)[0]
 
 
+def make_step(name: str, tokens: int, vocab: int, dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
+    """A loss's `forward_backward` on rows of its own."""
+    return functools.partial(forward_backward, name, make_rows(tokens, vocab, dtype, device))
+
+
 def why_not_compiled(rows: Rows) -> str | None:
     """Compiles the twin for the rows' shape. None if that works, else the first line of the reason."""
+    return why_failing(functools.partial(forward_backward, COMPILED, rows))
+
+
+def why_failing(step: Callable[[], object]) -> str | None:
+    """None if the step runs, else the first line of the reason."""
     try:
-        forward_backward(COMPILED, rows)
-    except Exception as error:  # a compiler may be missing, broken or too old, and torch has no one class for that
+        step()
+    except Exception as error:  # what it needs may be missing, broken or too old, and there is no one class for that
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None

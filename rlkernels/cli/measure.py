@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from rlkernels.cli import loss_twins
+import rlkernels
 
 
 def seconds(call: Callable[[], object], device: str = "cpu") -> float:
@@ -37,30 +37,36 @@ def interleaved_medians(
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def peak_bytes(loss: str, tokens: int, vocab: int, dtype: torch.dtype, device: str) -> int | None:
-    """Most memory that forward and backward of a loss of `loss_twins` hold beyond the logits.
+def peak_bytes(make_step: Callable[[], Callable[[], object]], device: str = "cpu") -> int | None:
+    """Most memory that a step holds, its result included, beyond what `make_step` holds for it.
 
-    On the CPU in a process of its own, since a process has one peak for all that it does; None on systems other
-    than Linux, which cannot reset it.
+    On the CPU in a process of its own, since a process has one peak for all that it does: `make_step` is pickled.
+    None on systems other than Linux, which cannot reset the peak.
     """
-    arguments = (loss, tokens, vocab, dtype, device)
     if torch.device(device).type == "cuda":
-        return _peak_bytes(*arguments)
+        return _peak_bytes(make_step, device)
     if not _CLEAR_REFS.exists():
         return None
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as child:
-        return child.submit(_peak_bytes, *arguments).result()
+        return child.submit(_peak_bytes, make_step, device).result()
 
 
-def _peak_bytes(loss: str, tokens: int, vocab: int, dtype: torch.dtype, device: str) -> int:
-    rows = loss_twins.make_rows(tokens, vocab, dtype, device)
-    # a first call loads libraries, thread pools and the compiler; their memory is not the loss's
-    loss_twins.forward_backward(loss, rows)
+def _peak_bytes(make_step: Callable[[], Callable[[], object]], device: str) -> int:
+    step = make_step()
+    # a first call loads libraries, thread pools and the compiler; their memory is not the step's
+    step()
     before = _reset_peak(device)
-    loss_twins.forward_backward(loss, rows)
+    step()
     return _peak(device) - before
 
 
+def available_bytes() -> int | None:
+    """Memory that the system can give without swapping; None on systems other than Linux."""
+    return _bytes_of(_MEMINFO, "MemAvailable") if _MEMINFO.exists() else None
+
+
+_MEMINFO = Path("/proc/meminfo")
+_STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
@@ -69,21 +75,22 @@ def _reset_peak(device: str) -> int:
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    # pages that malloc kept from earlier calls would hide what the next one takes
+    # memory that this package and malloc kept from earlier calls would hide what the next one takes
+    rlkernels.empty_cache()
     ctypes.CDLL(None).malloc_trim(0)
     # not getrusage's ru_maxrss: it cannot be reset, and a child starts with its parent's
     _CLEAR_REFS.write_text("5")
-    return _status_bytes("VmRSS")
+    return _bytes_of(_STATUS, "VmRSS")
 
 
 def _peak(device: str) -> int:
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return _status_bytes("VmHWM")
+    return _bytes_of(_STATUS, "VmHWM")
 
 
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+def _bytes_of(file: Path, field: str) -> int:
+    lines = file.read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 

@@ -1,4 +1,4 @@
-"""From pytest-benchmark's JSON to a Markdown table and a plot."""
+"""From pytest-benchmark's JSON to Markdown tables and plots."""
 
 from __future__ import annotations
 
@@ -22,20 +22,41 @@ class Row(NamedTuple):
     is_subject: bool
 
 
+class Point(NamedTuple):
+    """One candidate at one number of tokens."""
+
+    title: str
+    name: str
+    tokens: int
+    seconds: float  # median
+    extra_bytes: int
+    is_subject: bool
+
+
 def write(results: Path) -> list[Path]:
-    """Writes results.md beside `results`, and results.png where matplotlib is installed; returns their paths."""
+    """Writes results.md beside `results` and, where matplotlib is installed, results.png of the comparisons and
+    scaling.png of what was measured as tokens grow; returns their paths."""
     data = json.loads(results.read_text())
-    rows = list(_rows(data))
+    rows, points = list(_rows(data)), list(_points(data))
     markdown = results.with_suffix(".md")
-    markdown.write_text(_markdown(data, rows))
+    markdown.write_text(_markdown(data, rows, points))
+    bars, lines = results.with_suffix(".png"), results.with_name("scaling.png")
+    for picture in (bars, lines):
+        picture.unlink(missing_ok=True)  # of an earlier run
     try:
         import matplotlib
     except ImportError:
         return [markdown]
     matplotlib.use("Agg")
-    picture = results.with_suffix(".png")
-    _plot(rows, _machine(data)["machine"], picture)
-    return [markdown, picture]
+    origin = f"{_machine(data)['machine']}, {_date(data)}"
+    written = [markdown]
+    if rows:
+        _plot(rows, origin, bars)
+        written.append(bars)
+    if points:
+        _plot_scaling(points, origin, lines)
+        written.append(lines)
+    return written
 
 
 def _rows(data: dict[str, Any]) -> Iterator[Row]:
@@ -50,22 +71,36 @@ def _rows(data: dict[str, Any]) -> Iterator[Row]:
             yield Row(comparison["title"], name, seconds, comparison["tokens"], relative, name == subject)
 
 
+def _points(data: dict[str, Any]) -> Iterator[Point]:
+    for benchmark in data["benchmarks"]:
+        scaling = benchmark["extra_info"].get("scaling")
+        if scaling is None:
+            continue
+        subject = scaling["subject"]
+        medians = {subject: benchmark["stats"]["median"], **scaling["other_medians"]}
+        for name, seconds in medians.items():
+            extra = scaling["extra_bytes"][name]
+            yield Point(scaling["title"], name, scaling["tokens"], seconds, extra, name == subject)
+
+
 def _machine(data: dict[str, Any]) -> dict[str, Any]:
     return data["machine_info"]["rlkernels"]
 
 
-def _markdown(data: dict[str, Any], rows: list[Row]) -> str:
+def _date(data: dict[str, Any]) -> str:
+    return data["datetime"][:10]
+
+
+def _markdown(data: dict[str, Any], rows: list[Row], points: list[Point]) -> str:
     lines = ["# Benchmarks", ""]
     lines += [f"- {label}: {value}" for label, value in _machine(data).items() if label != "quick"]
-    lines += [f"- date: {data['datetime'][:10]}", ""]
+    lines += [f"- date: {_date(data)}", ""]
     if _machine(data)["quick"]:
         lines += ["**Small shapes: these figures mean nothing.**", ""]
-    lines += _time_table(rows) + _memory_table(data)
-    lines += [
-        f"Not measured: {name}: {reason}"
-        for benchmark in data["benchmarks"]
-        for name, reason in benchmark["extra_info"].get("unavailable", {}).items()
-    ]
+    lines += _time_table(rows) + _memory_tables(data) + _scaling_table(points)
+    unavailable = (b["extra_info"].get("unavailable", {}) for b in data["benchmarks"])
+    # each once, though several benchmarks did without
+    lines += dict.fromkeys(f"Not measured: {name}: {reason}" for entry in unavailable for name, reason in entry.items())
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -83,21 +118,48 @@ def _time_table(rows: list[Row]) -> list[str]:
     return [*lines, ""] if rows else []
 
 
-def _memory_table(data: dict[str, Any]) -> list[str]:
-    measured = [b["extra_info"]["memory"] for b in data["benchmarks"] if "memory" in b["extra_info"]]
-    if not measured:
+def _memory_tables(data: dict[str, Any]) -> list[str]:
+    measured = defaultdict(list)
+    for benchmark in data["benchmarks"]:
+        if "memory" in benchmark["extra_info"]:
+            entry = benchmark["extra_info"]["memory"]
+            measured[entry["title"]].append(entry)
+    lines = []
+    for title, entries in measured.items():
+        counts = list(entries[0]["extra_bytes"])
+        lines += [
+            f"Peak memory of forward + backward beyond the inputs and their gradients, {title}.",
+            "",
+            f"| loss | {' | '.join(f'N = {count}' for count in counts)} |",
+            f"|---|{'---:|' * len(counts)}",
+        ]
+        for entry in entries:
+            named = {entry["loss"]: entry["extra_bytes"], "its bound": entry.get("bound_bytes")}
+            for name, values in named.items():
+                if values is not None:
+                    lines.append(f"| {name} | {' | '.join(_mib(values[count]) for count in counts)} |")
+        lines.append("")
+    return lines
+
+
+def _scaling_table(points: list[Point]) -> list[str]:
+    if not points:
         return []
-    counts = list(measured[0]["extra_bytes"])
     lines = [
-        f"Peak memory of forward + backward beyond the logits and their gradient, {measured[0]['title']}.",
+        f"{points[0].title}: medians of calls that took turns, and peak memory beyond the inputs and their gradients.",
         "",
-        f"| loss | {' | '.join(f'N = {count}' for count in counts)} |",
-        f"|---|{'---:|' * len(counts)}",
+        "| N | | median | a token | memory |",
+        "|---:|---|---:|---:|---:|",
     ]
-    for entry in measured:
-        cells = (f"{entry['extra_bytes'][count] / 2**20:.1f} MiB" for count in counts)
-        lines.append(f"| {entry['loss']} | {' | '.join(cells)} |")
+    for point in points:
+        count = str(point.tokens) if point.is_subject else ""
+        times = (_time(point.seconds), _time(point.seconds / point.tokens))
+        lines.append(f"| {' | '.join((count, point.name, *times, _mib(point.extra_bytes)))} |")
     return [*lines, ""]
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
 
 
 def _time(seconds: float) -> str:
@@ -106,15 +168,13 @@ def _time(seconds: float) -> str:
     return f"{seconds / scale:.3g} {unit}"
 
 
-def _plot(rows: list[Row], machine: str, path: Path) -> None:
+def _plot(rows: list[Row], origin: str, path: Path) -> None:
     """One panel for each comparison: the candidates' times relative to the baseline's."""
     from matplotlib import pyplot
 
     panels: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         panels[row.title].append(row)
-    if not panels:
-        return
     figure, axes = pyplot.subplots(
         len(panels),
         squeeze=False,
@@ -132,6 +192,35 @@ def _plot(rows: list[Row], machine: str, path: Path) -> None:
         axis.invert_yaxis()
         axis.spines[["top", "right", "bottom"]].set_visible(False)
         axis.tick_params(left=False, bottom=False, labelbottom=False)
-    figure.suptitle(f"Median time relative to the dotted line\n{machine}", fontsize=11)
+    figure.suptitle(f"Median time relative to the dotted line\n{origin}", fontsize=11)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _plot_scaling(points: list[Point], origin: str, path: Path) -> None:
+    """Time and extra memory against the number of tokens, a line for each candidate."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+    counts = sorted({point.tokens for point in points})
+    panels = (
+        ("time (s)", lambda point: point.seconds),
+        ("extra memory (MiB)", lambda point: point.extra_bytes / 2**20),
+    )
+    for axis, (label, value) in zip(axes, panels, strict=True):
+        for name in dict.fromkeys(point.name for point in points):
+            line = [point for point in points if point.name == name]
+            axis.plot([point.tokens for point in line], [value(point) for point in line], marker="o", label=name)
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xticks(counts, [f"{count:,}" for count in counts])
+        axis.set_xticks([], minor=True)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.set_xlabel("tokens N")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False)
+    figure.suptitle(f"{points[0].title}\n{origin}", fontsize=10)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
