@@ -28,6 +28,103 @@ rlk::RowScaling row_scaling(uintptr_t temperature, int64_t temperature_stride, u
   return {pointer(temperature), temperature_stride, pointer(softcap), pointer(logit_scale)};
 }
 
+// Keyword arguments by the names of a struct's fields.
+class Fields {
+ public:
+  explicit Fields(const py::kwargs& values) : values_(values) {}
+
+  template <class T>
+  T get(const char* name) const {
+    if constexpr (std::is_enum_v<T>) {
+      return static_cast<T>(get<int>(name));
+    } else if constexpr (std::is_arithmetic_v<T>) {
+      return static_cast<T>(values_[name].cast<double>());  // codes and flags may come as floats
+    } else {
+      return values_[name].cast<T>();
+    }
+  }
+  template <class T = void>
+  T* address(const char* name) const {
+    return pointer<T>(values_[name].cast<uintptr_t>());
+  }
+  template <class T>
+  void read(const char* name, T& field) const {
+    if constexpr (std::is_pointer_v<T>) {
+      field = address<std::remove_pointer_t<T>>(name);
+    } else {
+      field = get<T>(name);
+    }
+  }
+
+ private:
+  const py::kwargs& values_;
+};
+
+#define RLK_READ(name) fields.read(#name, out.name)
+
+rlk::ObjectiveOptions objective_options(const py::kwargs& kwargs) {
+  const Fields fields(kwargs);
+  rlk::ObjectiveOptions out;
+  RLK_READ(kind);
+  RLK_READ(level);
+  RLK_READ(log_ratio_clamp);
+  RLK_READ(ratio_min);
+  RLK_READ(ratio_max);
+  RLK_READ(dual_clip);
+  RLK_READ(ratio_cap);
+  RLK_READ(log_ratio_min);
+  RLK_READ(log_ratio_max);
+  RLK_READ(clips_sequence);
+  RLK_READ(tau_pos);
+  RLK_READ(tau_neg);
+  RLK_READ(min_ratio);
+  RLK_READ(negative_weight);
+  RLK_READ(rate_min);
+  RLK_READ(rate_max);
+  RLK_READ(prompt_weight);
+  RLK_READ(kl_coef);
+  RLK_READ(kl_estimator);
+  RLK_READ(kl_clamp);
+  RLK_READ(kl_importance_weighted);
+  RLK_READ(entropy_coef);
+  return out;
+}
+
+rlk::PolicyObjectiveParams policy_objective_params(const py::kwargs& kwargs) {
+  const Fields fields(kwargs);
+  rlk::PolicyObjectiveParams out;
+  RLK_READ(options);
+  RLK_READ(dtype);
+  RLK_READ(tokens);
+  RLK_READ(sequences);
+  RLK_READ(width);
+  RLK_READ(cu_seqlens);
+  RLK_READ(mask);
+  RLK_READ(logp);
+  RLK_READ(entropy);
+  RLK_READ(old_logp);
+  RLK_READ(ref_logp);
+  RLK_READ(weight);
+  RLK_READ(advantages);
+  RLK_READ(policy_weight);
+  RLK_READ(success_rate);
+  RLK_READ(advantages_per_token);
+  RLK_READ(policy_weight_per_token);
+  RLK_READ(success_rate_per_token);
+  RLK_READ(reduction);
+  RLK_READ(entropy_reduction);
+  RLK_READ(normalizer);
+  RLK_READ(entropy_normalizer);
+  RLK_READ(loss);
+  RLK_READ(metrics);
+  RLK_READ(dlogp);
+  RLK_READ(dentropy);
+  RLK_READ(threads);
+  return out;
+}
+
+#undef RLK_READ
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -87,6 +184,30 @@ PYBIND11_MODULE(_native, m) {
       py::arg("targets"), py::arg("ignore_index"), py::arg("dlogp"), py::arg("dentropy"), py::arg("dlse"),
       py::arg("row_max"), py::arg("log_sum_exp"), py::arg("entropy"), py::arg("dlogits"), py::arg("dtarget"),
       py::arg("threads"), py::call_guard<py::gil_scoped_release>());
+
+  py::class_<rlk::ObjectiveOptions>(m, "ObjectiveOptions").def(py::init(&objective_options));
+  py::class_<rlk::PolicyObjectiveParams>(m, "PolicyObjectiveParams").def(py::init(&policy_objective_params));
+  m.attr("objective_metrics") = static_cast<int>(rlk::kObjectiveMetrics);
+  m.def("policy_objective", &rlk::policy_objective, py::arg("params"), py::call_guard<py::gil_scoped_release>());
+
+  m.def(
+      "policy_sweep",
+      [](const rlk::LogitsView& logits, const rlk::RowScaling& scaling, uintptr_t targets, int64_t ignore_index,
+         uintptr_t logp, uintptr_t entropy, uintptr_t row_max, uintptr_t log_sum_exp,
+         const rlk::PolicyObjectiveParams& objective, uintptr_t dlogits, int threads) {
+        rlk::RowStatsOut out = {};
+        out.logp = pointer(logp);
+        out.entropy = pointer(entropy);
+        out.row_max = pointer(row_max);
+        out.log_sum_exp = pointer(log_sum_exp);
+        rlk::policy_sweep(
+            {{logits, logits.vocab, 0, pointer<int64_t>(targets), ignore_index, scaling, out, nullptr, threads},
+             objective,
+             pointer(dlogits)});
+      },
+      py::kw_only(), py::arg("logits"), py::arg("scaling"), py::arg("targets"), py::arg("ignore_index"),
+      py::arg("logp"), py::arg("entropy"), py::arg("row_max"), py::arg("log_sum_exp"), py::arg("objective"),
+      py::arg("dlogits"), py::arg("threads"), py::call_guard<py::gil_scoped_release>());
 
   m.def(
       "prefix_counts",

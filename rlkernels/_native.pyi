@@ -10,7 +10,14 @@ class Buffer:
     def __init__(self, bytes: int) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+class ObjectiveOptions:
+    def __init__(self, **fields: float) -> None: ...
+
+class PolicyObjectiveParams:
+    def __init__(self, **fields: object) -> None: ...
+
 row_state_bytes: int
+objective_metrics: int
 idle_limit: int
 
 def idle_bytes() -> int: ...
@@ -53,6 +60,21 @@ def token_stats_backward(
     entropy: int,
     dlogits: int,
     dtarget: int,
+    threads: int,
+) -> None: ...
+def policy_objective(params: PolicyObjectiveParams) -> None: ...
+def policy_sweep(
+    *,
+    logits: LogitsView,
+    scaling: RowScaling,
+    targets: int,
+    ignore_index: int,
+    logp: int,
+    entropy: int,
+    row_max: int,
+    log_sum_exp: int,
+    objective: PolicyObjectiveParams,
+    dlogits: int,
     threads: int,
 ) -> None: ...
 def prefix_counts(

@@ -13,11 +13,14 @@ from rlkernels.metrics import Metrics
 from rlkernels.objectives import LOG_RATIO_LIMIT, Objective, PolicyTerms, Tokens
 from rlkernels.ops.gradient_in_forward import GradientInForward, Parts
 from rlkernels.ops.linear_rows import LinearRows
-from rlkernels.ops.rows import compute_dtype
+from rlkernels.ops.objective_options import ObjectiveOptions, objective_options, reduction_code
+from rlkernels.ops.policy_objective import MAXIMA, METRICS, MINIMA, ObjectiveBatch, policy_objective
+from rlkernels.ops.policy_sweep import PolicySweep
+from rlkernels.ops.rows import Rows, compute_dtype
 from rlkernels.recipes import ObjectiveFunction, Recipe, resolve
 from rlkernels.reductions import Normalizer, check_reduction, denominator, reduce_tokens
 from rlkernels.segments import Segments
-from rlkernels.stats import Number, linear_stats, make_chunk_bytes, make_linear_rows, token_stats
+from rlkernels.stats import Number, linear_stats, make_chunk_bytes, make_linear_rows, make_rows, stats_of_rows
 
 
 class PolicyLoss(NamedTuple):
@@ -76,16 +79,83 @@ def policy_loss(
     """
     recipe = _checked_recipe(batch, objective, reduction, normalizer)
     segments, targets, temperature = _rows_of_batch(batch, temperature)
-    stats = token_stats(
-        logits,
-        targets,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        ignore_index=IGNORE_INDEX,
-        outputs=("entropy",),
-    )
+    rows = make_rows(logits, targets, temperature, softcap, logit_scale, IGNORE_INDEX)
+    options = _single_sweep_options(rows, recipe)
+    if options is not None:
+        fused = _objective_batch(batch, segments, recipe, compute_dtype(logits.dtype))
+        loss, sums, logp, entropy = PolicySweep.apply(rows.logits, rows, options, fused)
+        metrics = _fused_metrics(sums, batch, options, has_entropy=True)
+        return PolicyLoss(loss, metrics, logp.view(targets.shape), entropy.view(targets.shape))
+    stats = stats_of_rows(rows, ("entropy",), targets.shape)
     return _loss(stats.logp, stats.entropy, batch, segments, recipe)
+
+
+def _single_sweep_options(rows: Rows, recipe: Recipe) -> ObjectiveOptions | None:
+    """Of an objective whose gradient can be written as soon as a row's statistics are known; else None."""
+    options = _fused_options(rows.logits.device, recipe, "policy_sweep")
+    wants_gradient = torch.is_grad_enabled() and rows.logits.requires_grad
+    if options is None or not options.is_token_level or not wants_gradient or torch.compiler.is_compiling():
+        return None
+    # most of a float16 gradient would vanish before a gradient scaler's factor arrives
+    return None if rows.logits.dtype == torch.float16 else options
+
+
+def _fused_options(device: torch.device, recipe: Recipe, operation: str) -> ObjectiveOptions | None:
+    """None where the statistics path has to do: an objective that only Python knows, or a loss per token."""
+    if recipe.reduction == "none" or not backends.has(operation, device):
+        return None
+    return objective_options(recipe.objective)
+
+
+def _objective_batch(batch: PolicyBatch, segments: Segments, recipe: Recipe, dtype: torch.dtype) -> ObjectiveBatch:
+    device = batch.advantages.device
+
+    def flat(value: Tensor | None) -> Tensor | None:
+        """`[N]`, or `[B]` where that cannot be taken for it."""
+        if value is None:
+            return None
+        if tuple(value.shape) != segments.shape and segments.count == segments.tokens:
+            return batch.per_token(value, segments, dtype).contiguous()
+        return value.reshape(-1).to(dtype).contiguous()
+
+    def number(value: Normalizer | None) -> Tensor | None:
+        if value is None:
+            return None
+        if isinstance(value, Tensor):
+            return value.reshape(1).to(device=device, dtype=torch.float64)
+        return torch.full((1,), value, dtype=torch.float64, device=device)
+
+    mask = torch.ones(segments.tokens, dtype=torch.bool, device=device) if batch.mask is None else batch.mask
+    advantages = flat(batch.advantages)
+    assert advantages is not None
+    return ObjectiveBatch(
+        mask=mask.reshape(-1).contiguous(),
+        old_logp=flat(batch.old_logp),
+        ref_logp=flat(batch.ref_logp),
+        weight=flat(batch.weight),
+        advantages=advantages,
+        policy_weight=flat(batch.policy_weight),
+        success_rate=flat(batch.extras.get("success_rate")),
+        cu_seqlens=None if batch.cu_seqlens is None else batch.cu_seqlens.to(torch.int64).contiguous(),
+        sequences=segments.count,
+        reduction=reduction_code(recipe.reduction),
+        entropy_reduction=reduction_code(_entropy_reduction(recipe)),
+        normalizer=number(recipe.normalizer),
+        entropy_normalizer=number(recipe.entropy_normalizer),
+    )
+
+
+def _fused_metrics(sums: Tensor, batch: PolicyBatch, options: ObjectiveOptions, has_entropy: bool) -> Metrics:
+    values = dict(zip((*METRICS, *MINIMA, *MAXIMA), sums.unbind(), strict=True))
+    absent = {
+        "weight_mean": batch.weight is None,
+        "policy_weight_mean": batch.policy_weight is None,
+        "ref_kl": options.kl_coef == 0,
+        "entropy": not has_entropy,
+    }
+    count = values["count"]
+    means = {name: (values[name], count) for name in METRICS[1:] if not absent.get(name, False)}
+    return Metrics(means, {name: values[name] for name in MINIMA}, {name: values[name] for name in MAXIMA})
 
 
 def linear_policy_loss(
@@ -260,6 +330,9 @@ def _rows_of_batch(batch: PolicyBatch, temperature: Number) -> tuple[Segments, T
 
 
 def _loss(logp: Tensor, entropy: Tensor | None, batch: PolicyBatch, segments: Segments, recipe: Recipe) -> PolicyLoss:
+    options = _fused_options(logp.device, recipe, "policy_objective")
+    if options is not None:
+        return _fused_loss(logp, entropy, batch, segments, recipe, options)
     packed = _Packed(logp.to(compute_dtype(logp.dtype)), entropy, batch, segments)
     if isinstance(recipe.objective, Objective):
         values, policy, kl = _objective_values(recipe.objective, packed)
@@ -279,6 +352,25 @@ def _loss(logp: Tensor, entropy: Tensor | None, batch: PolicyBatch, segments: Se
         logp.detach(),
         None if entropy is None else entropy.detach(),
     )
+
+
+def _fused_loss(
+    logp: Tensor,
+    entropy: Tensor | None,
+    batch: PolicyBatch,
+    segments: Segments,
+    recipe: Recipe,
+    options: ObjectiveOptions,
+) -> PolicyLoss:
+    dtype = compute_dtype(logp.dtype)
+    flat_entropy = None if entropy is None else entropy.reshape(-1).to(dtype).contiguous()
+    flat_logp = logp.reshape(-1).to(dtype).contiguous()
+    wants_gradient = any(value is not None and value.requires_grad for value in (flat_logp, flat_entropy))
+    need_grad = torch.is_grad_enabled() and wants_gradient
+    fused = _objective_batch(batch, segments, recipe, dtype)
+    loss, sums, *_ = policy_objective(flat_logp, flat_entropy, list(options), *fused, need_grad)
+    metrics = _fused_metrics(sums, batch, options, has_entropy=entropy is not None)
+    return PolicyLoss(loss, metrics, logp.detach(), None if entropy is None else entropy.detach())
 
 
 def _entropy_reduction(recipe: Recipe) -> str:

@@ -19,8 +19,8 @@ class Recipe(NamedTuple):
     objective: Objective | ObjectiveFunction
     reduction: str
     normalizer: Normalizer | None = None
-    entropy_normalizer: Normalizer | None = None  # of the bonus, in the objective's entropy_reduction
     needs: str | None = None  # a tensor of the batch without which the name would be untrue
+    entropy_normalizer: Normalizer | None = None  # of the bonus, in the objective's entropy_reduction
 
 
 RECIPES = {

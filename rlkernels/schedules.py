@@ -27,7 +27,8 @@ import torch
 
 SEGMENT = 4096  # kSegment of csrc/row_math.h: what a row's sums are reduced in
 DEFAULT_CHUNK_BYTES = 512 << 20
-_TILE_BYTES = 32 << 20  # of a tile with few rows, which stays near the cache
+_TILE_BYTES = 24 << 20  # of a tile with few rows, which stays near the cache
+_SLACK_BYTES = 8 << 20  # of a chunk: what GEMMs need for themselves, and rounding to whole pages
 _WIDEST_TILE = 16384  # wider ones are no faster as GEMMs and fall out of the cache
 _NARROWEST_TILE = 256
 _FEWEST_ROWS = 4096  # of a part: below, a GPU's GEMMs are no longer bound by arithmetic
@@ -62,10 +63,14 @@ class Problem(NamedTuple):
     chunk_bytes: int
 
     @property
+    def _logits_bytes(self) -> int:
+        return max(self.chunk_bytes // 2, self.chunk_bytes - _SLACK_BYTES)
+
+    @property
     def tile_bytes(self) -> int:
         """The share of the chunk for the logits at work: narrow tiles of many rows would add to dhidden too often."""
         one_segment = self.rows * (SEGMENT + self.hidden_size) * self.itemsize
-        return min(self.chunk_bytes, max(_TILE_BYTES, one_segment))
+        return min(self._logits_bytes, max(_TILE_BYTES, one_segment))
 
     def forward_blocks(self) -> Blocks:
         """Whole segments, so that a row's bits depend on its logits alone; fewer rows where the chunk is small.
@@ -81,13 +86,16 @@ class Problem(NamedTuple):
         columns = max(self._columns() // _NARROWEST_TILE * _NARROWEST_TILE, _NARROWEST_TILE)
         return Blocks(max(1, self.rows), min(columns, _WIDEST_TILE, self.vocab))
 
+    def tile_size(self) -> int:
+        """Logits of the larger tile: forward and backward take a buffer of one size, so that they share it."""
+        return max(blocks.rows * blocks.columns for blocks in (self.forward_blocks(), self.backward_blocks()))
+
     def _columns(self) -> int:
         return max(0, self.tile_bytes // (max(1, self.rows) * self.itemsize) - self.hidden_size)
 
     def kept_logits(self) -> int:
         """How many logits forward may keep for backward, at most all of them."""
-        spare = (self.chunk_bytes - self.tile_bytes) // self.itemsize
-        return self.rows * self.kept_columns(spare)
+        return self.rows * self.kept_columns((self._logits_bytes - self.tile_bytes) // self.itemsize)
 
     def kept_columns(self, capacity: int) -> int:
         """The vocabulary's first columns that a buffer of so many logits holds: all, or whole tiles of forward's."""
@@ -109,7 +117,7 @@ def parts(problem: Problem, sequence: int, device: torch.device) -> int:
 
 def _parts(problem: Problem, sequence: int) -> int:
     rows, hidden_size, vocab, itemsize, chunk_bytes = problem
-    spare = chunk_bytes - 4 * vocab * hidden_size
+    spare = chunk_bytes - 4 * vocab * hidden_size - _SLACK_BYTES
     # all logits of a part, and a tile of their gradient
     rows_that_fit = min(
         (spare - _TILE_BYTES) // (vocab * itemsize), spare // ((vocab + SEGMENT + hidden_size) * itemsize)
@@ -137,7 +145,7 @@ def explain(problem: Problem) -> list[str]:
     rows, hidden_size, vocab, itemsize, chunk_bytes = problem
     forward, backward = problem.forward_blocks(), problem.backward_blocks()
     gemm = 2 * rows * hidden_size * vocab / 1e12
-    tile = max(blocks.rows * blocks.columns for blocks in (forward, backward)) * itemsize
+    tile = problem.tile_size() * itemsize
     kept = problem.kept_logits()
     share = kept / max(1, rows * vocab)
     again = {0.0: "made again", 1.0: "read again"}.get(share, f"read again ({share:.0%} of them) or made again")

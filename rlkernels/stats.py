@@ -77,9 +77,14 @@ def token_stats(
         >>> [round(x, 6) for x in stats.logp.tolist()]
         [-0.126928, 0.0]
     """
-    wanted = _wanted(outputs)
     rows = make_rows(logits, targets, temperature, softcap, logit_scale, ignore_index)
-    return _token_stats(_row_stats(rows, wanted), wanted, targets.shape)
+    return stats_of_rows(rows, outputs, targets.shape)
+
+
+def stats_of_rows(rows: Rows, outputs: Sequence[str], shape: torch.Size) -> TokenStats:
+    """`token_stats` of checked arguments."""
+    wanted = _wanted(outputs)
+    return _token_stats(_row_stats(rows, wanted), wanted, shape)
 
 
 def linear_token_stats(
@@ -112,7 +117,7 @@ def linear_token_stats(
         targets: `[...]`, integers in `[0, V)` or `ignore_index`. `hidden[i]` predicts `targets[i]`.
         bias: `[V]`, `weight`'s dtype, or None.
         temperature, softcap, logit_scale, ignore_index, outputs: as in `token_stats`.
-        chunk_bytes: bound of the logits that exist at a time: a tile at work (at most 32 MiB, at least 256 columns of
+        chunk_bytes: bound of the logits that exist at a time: a tile at work (at least 256 columns of
             all rows) and, where the head is trained, those kept until backward. None: 512 MiB. 32 MiB keeps none,
             for a third more time.
         rows: `[M]` integers, rising: the only ones of the N flat positions to compute, or None for all; the others give

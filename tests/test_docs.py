@@ -46,7 +46,7 @@ def test_code_blocks_run(name: str) -> None:
 def recipe_table() -> str:
     """One row a recipe; of the fields, those that differ from the base class's defaults."""
     lines = ["| recipe | objective | reduction | the batch must hold |", "|---|---|---|---|"]
-    for name, (objective, reduction, normalizer, needs) in RECIPES.items():
+    for name, (objective, reduction, normalizer, needs, _) in RECIPES.items():
         base = {field.name: field.default for field in fields(Objective)}
         values = {field.name: getattr(objective, field.name) for field in fields(objective)}
         shown = ", ".join(

@@ -33,6 +33,7 @@ CHUNKS = {  # bytes of a tile, and how many of the vocabulary's columns are kept
 def chunk_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     tile_bytes, kept_columns = CHUNKS[request.param]
     monkeypatch.setattr(schedules, "_TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(schedules, "_SLACK_BYTES", 0)
     return tile_bytes + 6 * kept_columns * ITEM
 
 

@@ -13,10 +13,12 @@ struct Bodies {
   const char* isa;
   void (*token_stats_forward)(const TokenStatsForwardParams&);
   void (*token_stats_backward)(const TokenStatsBackwardParams&);
+  void (*policy_objective)(const PolicyObjectiveParams&);
+  void (*policy_sweep)(const PolicySweepParams&);
 };
 
 #define RLK_BODIES(isa) \
-  Bodies { #isa, isa::token_stats_forward, isa::token_stats_backward }
+  Bodies { #isa, isa::token_stats_forward, isa::token_stats_backward, isa::policy_objective, isa::policy_sweep }
 
 const std::vector<Bodies>& bodies() {
   static const std::vector<Bodies> available = [] {
@@ -110,6 +112,13 @@ void token_stats_forward(const TokenStatsForwardParams& params) {
 void token_stats_backward(const TokenStatsBackwardParams& params) {
   check_rows(params);
   selected().load()->token_stats_backward(params);
+}
+
+void policy_objective(const PolicyObjectiveParams& params) { selected().load()->policy_objective(params); }
+
+void policy_sweep(const PolicySweepParams& params) {
+  check_rows(params.stats);
+  selected().load()->policy_sweep(params);
 }
 
 }  // namespace rlk

@@ -14,12 +14,16 @@ void set_isa(const std::string& name);
 
 void token_stats_forward(const TokenStatsForwardParams& params);
 void token_stats_backward(const TokenStatsBackwardParams& params);
+void policy_objective(const PolicyObjectiveParams& params);
+void policy_sweep(const PolicySweepParams& params);
 void prefix_counts(const PrefixCountsParams& params);
 
 #define RLK_DECLARE_ISA(isa)                                         \
   namespace isa {                                                    \
   void token_stats_forward(const TokenStatsForwardParams& params);   \
   void token_stats_backward(const TokenStatsBackwardParams& params); \
+  void policy_objective(const PolicyObjectiveParams& params);        \
+  void policy_sweep(const PolicySweepParams& params);                \
   }
 RLK_DECLARE_ISA(generic)
 RLK_DECLARE_ISA(avx2)

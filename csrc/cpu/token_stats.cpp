@@ -1,233 +1,11 @@
 // Row statistics of logits, and their gradient. Built once per instruction set (see CMakeLists.txt).
-#include "../row_math.h"
 #include "dispatch.h"
 #include "parallel.h"
-#include "vec.h"
+#include "row_sweeps.h"
 
 namespace rlk {
 namespace RLK_ISA {
 namespace {
-
-constexpr size_t kCacheLine = 64;
-constexpr int64_t kRowGrainBytes = 1 << 18;    // a thread takes at least this much of the logits at a time
-constexpr int64_t kStreamFromBytes = 1 << 25;  // a gradient larger than any cache is written past the caches
-
-// Columns [begin, begin + n) of a row, contiguous: in place where the row is, else gathered into `buffer`.
-template <class Elem>
-const Elem* contiguous_segment(const Elem* row, int64_t stride, int64_t begin, int64_t n, Elem* buffer) {
-  if (stride == 1) return row + begin;
-  for (int64_t i = 0; i < n; ++i) buffer[i] = row[(begin + i) * stride];
-  return buffer;
-}
-
-// u of every column of a segment under softcap. Without softcap u is the logit and nothing is stored.
-template <class V, class Elem>
-void softcap_segment(const Elem* x, int64_t n, typename V::Scalar inner_scale, typename V::Scalar* u) {
-  const V scale(inner_scale);
-  int64_t i = 0;
-  for (; i + V::kLanes <= n; i += V::kLanes) tanh_with_slope(scale * V::load(x + i)).value.store(u + i);
-  if (i < n) {
-    Elem tail[V::kLanes] = {};
-    std::memcpy(tail, x + i, (n - i) * sizeof(Elem));
-    typename V::Scalar out[V::kLanes];
-    tanh_with_slope(scale * V::load(tail)).value.store(out);
-    std::memcpy(u + i, out, (n - i) * sizeof(out[0]));
-  }
-}
-
-// Folds the lanes in halves: few dependent steps, and the same order on every instruction set.
-template <class V, class Fold>
-typename V::Scalar horizontal(V x, Fold fold) {
-  typename V::Scalar lanes[V::kLanes];
-  x.store(lanes);
-  for (int half = V::kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) lanes[i] = fold(lanes[i], lanes[i + half]);
-  }
-  return lanes[0];
-}
-
-// Sums of one segment against its own maximum. kUnroll independent chains hide the latency of the additions.
-template <class V, bool kEntropy, bool kExtras>
-struct SegmentSums {
-  static constexpr int kUnroll = 4;
-  V s[kUnroll], t[kUnroll], q[kUnroll], w[kUnroll];
-
-  SegmentSums() {
-    for (int j = 0; j < kUnroll; ++j) s[j] = t[j] = q[j] = w[j] = V(0);
-  }
-
-  RLK_INLINE void add(int j, V u, V m, V k, V floor) {
-    const V d = max_keep_second_nan(floor, k * (u - m));
-    const V e = exp2(d);
-    s[j] = s[j] + e;
-    if (kEntropy) t[j] = fma(e, d, t[j]);
-    if (kExtras) q[j] = fma(e, e, q[j]);
-  }
-
-  template <class Elem>
-  void add_segment(const Elem* u, int64_t n, V m, V k, V floor) {
-    int64_t i = 0;
-    for (; i + kUnroll * V::kLanes <= n; i += kUnroll * V::kLanes) {
-      V x[kUnroll];
-      for (int j = 0; j < kUnroll; j += 2) load_pair(u + i + j * V::kLanes, x + j);
-      // the sums are slow enough for memory to fetch the next segment meanwhile
-      for (size_t line = 0; line < kUnroll * V::kLanes * sizeof(Elem); line += kCacheLine) {
-        __builtin_prefetch(reinterpret_cast<const char*>(u + i + kSegment) + line);
-      }
-      for (int j = 0; j < kUnroll; ++j) {
-        add(j, x[j], m, k, floor);
-        if (kExtras) w[j] = w[j] + x[j];
-      }
-    }
-    for (; i + V::kLanes <= n; i += V::kLanes) {
-      const V x = V::load(u + i);
-      add(0, x, m, k, floor);
-      if (kExtras) w[0] = w[0] + x;
-    }
-    for (; i < n; ++i) add_one(widen(u[i]), m, k, floor);
-  }
-
-  // One column past the last full vector: the other lanes hold -inf, which adds 2^floor = 0.
-  void add_one(typename V::Scalar x, V m, V k, V floor) {
-    typename V::Scalar lanes[V::kLanes];
-    for (auto& lane : lanes) lane = -std::numeric_limits<typename V::Scalar>::infinity();
-    lanes[0] = x;
-    add(0, V::load(lanes), m, k, floor);
-    if (kExtras) {
-      for (auto& lane : lanes) lane = 0;
-      lanes[0] = x;
-      w[0] = w[0] + V::load(lanes);
-    }
-  }
-
-  static double total(const V* parts) {
-    return horizontal((parts[0] + parts[1]) + (parts[2] + parts[3]), [](auto a, auto b) { return a + b; });
-  }
-};
-
-// A NaN logit may or may not become the maximum; it makes the sums NaN either way.
-template <class V, class Elem>
-typename V::Scalar segment_max(const Elem* u, int64_t n) {
-  using T = typename V::Scalar;
-  constexpr int kUnroll = 4;
-  V top[kUnroll];
-  for (V& part : top) part = V(-std::numeric_limits<T>::infinity());
-  int64_t i = 0;
-  for (; i + kUnroll * V::kLanes <= n; i += kUnroll * V::kLanes) {
-    for (int j = 0; j < kUnroll; ++j) top[j] = max_keep_second_nan(V::load(u + i + j * V::kLanes), top[j]);
-  }
-  for (; i + V::kLanes <= n; i += V::kLanes) top[0] = max_keep_second_nan(V::load(u + i), top[0]);
-  T result = horizontal(max_keep_second_nan(max_keep_second_nan(top[0], top[1]), max_keep_second_nan(top[2], top[3])),
-                        [](auto a, auto b) { return a > b ? a : b; });
-  for (; i < n; ++i) result = u[i] > result ? u[i] : result;
-  return result;
-}
-
-// 16-bit floats compare as integers: as signed ones where any is positive, as unsigned ones, downwards, where
-// all are negative. Twice the lanes and no conversion.
-template <class Half>
-float segment_max_of_bits(const Half* u, int64_t n) {
-  int16_t top_signed = INT16_MIN;
-  uint16_t bottom_unsigned = UINT16_MAX;
-  for (int64_t i = 0; i < n; ++i) {
-    const uint16_t bits = u[i].bits;
-    const int16_t as_signed = static_cast<int16_t>(bits);
-    top_signed = as_signed > top_signed ? as_signed : top_signed;
-    bottom_unsigned = bits < bottom_unsigned ? bits : bottom_unsigned;
-  }
-  return widen(Half{top_signed >= 0 ? static_cast<uint16_t>(top_signed) : bottom_unsigned});
-}
-template <class V>
-float segment_max(const BFloat16* u, int64_t n) {
-  return segment_max_of_bits(u, n);
-}
-template <class V>
-float segment_max(const Float16* u, int64_t n) {
-  return segment_max_of_bits(u, n);
-}
-
-template <class V, bool kEntropy, bool kExtras, class Elem>
-RowState<double> segment_state(const Elem* u, int64_t n, typename V::Scalar k_log2e) {
-  using T = typename V::Scalar;
-  const T m = segment_max<V>(u, n);
-  const V safe_m(m == -std::numeric_limits<T>::infinity() ? T(0) : m);
-  SegmentSums<V, kEntropy, kExtras> sums;
-  sums.add_segment(u, n, safe_m, V(k_log2e), V(Exp2Floor<T>::value));
-  RowState<double> state;
-  state.m = m;
-  state.s = sums.total(sums.s);
-  state.t = kLn2 * sums.total(sums.t);
-  state.q = sums.total(sums.q);
-  state.w = sums.total(sums.w);
-  return state;
-}
-
-template <class Elem>
-double max_of(const Elem* u, int64_t n) {
-  double top = -std::numeric_limits<double>::infinity();
-  for (int64_t i = 0; i < n; ++i) top = widen(u[i]) > top ? double(widen(u[i])) : top;
-  return top;
-}
-
-// The state of columns [begin, begin + n), given as u, of a row whose target is column y.
-template <class V, bool kEntropy, bool kExtras, class Elem>
-RowState<double> located_state(const Elem* u, int64_t begin, int64_t n, int64_t y, typename V::Scalar k_log2e) {
-  RowState<double> state = segment_state<V, kEntropy, kExtras>(u, n, k_log2e);
-  if (y >= begin && y < begin + n) state.target = widen(u[y - begin]);
-  if (kExtras && y >= begin) state.max_before_target = y < begin + n ? max_of(u, y - begin) : state.m;
-  return state;
-}
-
-template <class T>
-RowTransform<T> transform_of_row(const RowScaling& scaling, int64_t row) {
-  return RowTransform<T>(static_cast<const T*>(scaling.temperature)[row * scaling.temperature_stride],
-                         static_cast<const T*>(scaling.softcap), *static_cast<const T*>(scaling.logit_scale));
-}
-
-template <class T>
-void write(void* out, int64_t row, double value) {
-  if (out) static_cast<T*>(out)[row] = static_cast<T>(value);
-}
-
-// Appends columns [vocab_start, vocab_start + logits.vocab) of one row.
-template <class Elem, bool kEntropy, bool kExtras>
-void push_row(const LogitsView& view, int64_t row, int64_t vocab_start, int64_t target,
-              const RowTransform<typename VectorOf<Elem>::type::Scalar>& transform, RowState<double>* state) {
-  using V = typename VectorOf<Elem>::type;
-  using T = typename V::Scalar;
-  const Elem* logits = static_cast<const Elem*>(view.data) + view.row_offset(row);
-  alignas(64) Elem gathered[kSegment];
-  alignas(64) T capped[kSegment];
-  for (int64_t begin = 0; begin < view.vocab; begin += kSegment) {
-    const int64_t n = view.vocab - begin < kSegment ? view.vocab - begin : kSegment;
-    const int64_t y = target - vocab_start;
-    const Elem* x = contiguous_segment(logits, view.stride_vocab, begin, n, gathered);
-    RowState<double> segment;
-    if (transform.capped) {
-      softcap_segment<V>(x, n, transform.inner_scale, capped);
-      segment = located_state<V, kEntropy, kExtras>(capped, begin, n, y, transform.k_log2e);
-    } else {
-      segment = located_state<V, kEntropy, kExtras>(x, begin, n, y, transform.k_log2e);
-    }
-    state->target += segment.target;
-    if (kExtras && segment.max_before_target > state->max_before_target) {
-      state->max_before_target = segment.max_before_target;
-    }
-    state->merge(segment, transform.k);
-  }
-}
-
-template <class T>
-void write_stats(const RowStatsOut& out, int64_t row, double m, const RowStats<double>& stats) {
-  write<T>(out.logp, row, stats.logp);
-  write<T>(out.entropy, row, stats.entropy);
-  write<T>(out.lse, row, stats.lse);
-  write<T>(out.log_sum_sq_probs, row, stats.log_sum_sq_probs);
-  write<T>(out.mean_logits, row, stats.mean_logits);
-  if (out.is_top1) out.is_top1[row] = stats.is_top1;
-  write<T>(out.row_max, row, m);
-  write<T>(out.log_sum_exp, row, stats.log_s);
-}
 
 template <class Elem, bool kEntropy, bool kExtras>
 void push(const TokenStatsForwardParams& p, int64_t row) {
@@ -247,46 +25,6 @@ void push(const TokenStatsForwardParams& p, int64_t row) {
   }
 }
 
-template <class V, bool kStream, class Elem>
-RLK_INLINE void put(V x, Elem* out) {
-  if (kStream) {
-    x.stream(out);
-  } else {
-    x.store(out);
-  }
-}
-
-// dx of one segment, without the target's own column.
-template <class V, bool kCapped, bool kStream, class Elem, class T>
-void segment_gradient(const Elem* x, int64_t n, const RowTransform<T>& transform, T m, T a, T b, Elem* out) {
-  const V k(transform.k_log2e), inner(transform.inner_scale), top(m), floor(Exp2Floor<T>::value), va(a), vb(b);
-  const auto gradient = [&](V u) __attribute__((always_inline)) {
-    V slope(1);
-    if (kCapped) {
-      const Tanh<V> tanh = tanh_with_slope(inner * u);
-      u = tanh.value;
-      slope = tanh.slope;
-    }
-    const V d = max_keep_second_nan(floor, k * (u - top));
-    const V dz = exp2(d) * fma(vb, d, va);
-    return kCapped ? dz * slope : dz;
-  };
-  constexpr int kUnroll = 4;
-  int64_t i = 0;
-  for (; i + kUnroll * V::kLanes <= n; i += kUnroll * V::kLanes) {
-    V logit[kUnroll];
-    for (int j = 0; j < kUnroll; j += 2) load_pair(x + i + j * V::kLanes, logit + j);
-    for (int j = 0; j < kUnroll; ++j) put<V, kStream>(gradient(logit[j]), out + i + j * V::kLanes);
-  }
-  for (; i + V::kLanes <= n; i += V::kLanes) put<V, kStream>(gradient(V::load(x + i)), out + i);
-  if (i < n) {
-    Elem tail[V::kLanes] = {}, result[V::kLanes];
-    std::memcpy(tail, x + i, (n - i) * sizeof(Elem));
-    gradient(V::load(tail)).store(result);
-    std::memcpy(out + i, result, (n - i) * sizeof(Elem));
-  }
-}
-
 template <class T>
 T upstream(const void* gradient, int64_t row) {
   return gradient ? static_cast<const T*>(gradient)[row] : T(0);
@@ -294,57 +32,16 @@ T upstream(const void* gradient, int64_t row) {
 
 template <class Elem, bool kStream>
 void backward_row(const TokenStatsBackwardParams& p, int64_t row) {
-  using V = typename VectorOf<Elem>::type;
-  using T = typename V::Scalar;
-  const int64_t width = p.logits.vocab;
-  Elem* out = static_cast<Elem*>(p.dlogits) + row * width;
-  const int64_t target = p.targets[row];
-  const T dlogp = upstream<T>(p.dlogp, row), dentropy = upstream<T>(p.dentropy, row), dlse = upstream<T>(p.dlse, row);
-  if (target == p.ignore_index || (dlogp == 0 && dentropy == 0 && dlse == 0)) {
-    std::memset(out, 0, width * sizeof(Elem));
+  using T = typename VectorOf<Elem>::type::Scalar;
+  const RowCoefficients<T> c = {upstream<T>(p.dlogp, row),       upstream<T>(p.dentropy, row),
+                                upstream<T>(p.dlse, row),        upstream<T>(p.row_max, row),
+                                upstream<T>(p.log_sum_exp, row), upstream<T>(p.entropy, row)};
+  if (p.targets[row] == p.ignore_index || c.are_zero()) {
+    std::memset(static_cast<Elem*>(p.dlogits) + row * p.logits.vocab, 0, p.logits.vocab * sizeof(Elem));
     return;
   }
-  const RowTransform<T> transform = transform_of_row<T>(p.scaling, row);
-  const T m = static_cast<const T*>(p.row_max)[row];
-  const RowGradient<double> gradient(dlogp, dentropy, dlse, upstream<T>(p.entropy, row),
-                                     static_cast<const T*>(p.log_sum_exp)[row], transform.slope);
-  const T a = static_cast<T>(gradient.a), b = static_cast<T>(gradient.b);
-
-  const Elem* logits = static_cast<const Elem*>(p.logits.data) + p.logits.row_offset(row);
-  alignas(64) Elem gathered[kSegment];
-  const int64_t y = target - p.vocab_start;
-  const bool has_target = y >= 0 && y < width;
-  // read before the gradient may take the logits' place
-  double u = has_target ? widen(logits[y * p.logits.stride_vocab]) : 0.0, tanh_slope = 1;
-  for (int64_t begin = 0; begin < width; begin += kSegment) {
-    const int64_t n = width - begin < kSegment ? width - begin : kSegment;
-    const Elem* x = contiguous_segment(logits, p.logits.stride_vocab, begin, n, gathered);
-    if (transform.capped) {
-      segment_gradient<V, true, kStream>(x, n, transform, m, a, b, out + begin);
-    } else {
-      segment_gradient<V, false, kStream>(x, n, transform, m, a, b, out + begin);
-    }
-  }
-  if (kStream) stream_fence();
-
-  if (!has_target) return;
-  if (transform.capped) {
-    const Tanh<double> tanh = rlk::tanh_with_slope(transform.inner_scale * u);
-    u = tanh.value;
-    tanh_slope = tanh.slope;
-  }
-  const T dtarget = static_cast<T>(gradient.target(transform.k * (u - m)) * tanh_slope);
-  if (p.dtarget) {
-    static_cast<T*>(p.dtarget)[row] = dtarget;
-    out[y] = Elem{};
-  } else {
-    narrow(dtarget, out + y);
-  }
-}
-
-int64_t rows_per_piece(const LogitsView& logits, size_t elem_bytes) {
-  const int64_t row_bytes = logits.vocab * static_cast<int64_t>(elem_bytes);
-  return row_bytes >= kRowGrainBytes ? 1 : kRowGrainBytes / (row_bytes + 1) + 1;
+  write_row_gradient<Elem, kStream>(p.logits, row, p.vocab_start, p.targets[row], transform_of_row<T>(p.scaling, row),
+                                    c, p.dlogits, p.dtarget);
 }
 
 template <class Elem>
@@ -364,10 +61,7 @@ void forward(const TokenStatsForwardParams& p) {
 
 template <class Elem>
 void backward(const TokenStatsBackwardParams& p) {
-  const int64_t row_bytes = p.logits.vocab * static_cast<int64_t>(sizeof(Elem));
-  const bool aligned = reinterpret_cast<uintptr_t>(p.dlogits) % 64 == 0 && row_bytes % 64 == 0;
-  // a tile is wanted again at once, from the cache
-  const bool stream = aligned && p.dlogits != p.logits.data && p.logits.rows() * row_bytes >= kStreamFromBytes;
+  const bool stream = streams(p.logits, p.dlogits, sizeof(Elem));
   for_each_row(p.logits.rows(), rows_per_piece(p.logits, sizeof(Elem)), p.threads, [&](int64_t row) {
     if (stream) {
       backward_row<Elem, true>(p, row);
@@ -375,20 +69,6 @@ void backward(const TokenStatsBackwardParams& p) {
       backward_row<Elem, false>(p, row);
     }
   });
-}
-
-template <class Function>
-void with_element_type(DType dtype, Function function) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return function(double{});
-    case DType::kFloat32:
-      return function(float{});
-    case DType::kBFloat16:
-      return function(BFloat16{});
-    case DType::kFloat16:
-      return function(Float16{});
-  }
 }
 
 }  // namespace

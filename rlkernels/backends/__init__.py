@@ -114,6 +114,8 @@ _MODULES = {
     "cpu": {
         "token_stats": "rlkernels.backends.native",
         "linear_token_stats": "rlkernels.backends.native",
+        "policy_objective": "rlkernels.backends.native",
+        "policy_sweep": "rlkernels.backends.native",
         "prefix_counts": "rlkernels.backends.native",
     },
     "triton": {
@@ -122,6 +124,11 @@ _MODULES = {
         "prefix_counts": "rlkernels.triton_kernels.prefix_counts",
     },
 }
+
+
+def has(operation: str, device: torch.device) -> bool:
+    """Whether the backend that serves `device` has kernels for `operation`."""
+    return operation in _MODULES.get(choose(device), {})
 
 
 def implementation(operation: str, device: torch.device) -> ModuleType:

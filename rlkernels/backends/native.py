@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rlkernels import _native
+from rlkernels.ops.objective_options import ObjectiveOptions
 from rlkernels.ops.rows import Rows, RowStats, SavedStats, Tile, Upstream
+
+if TYPE_CHECKING:  # the operation's file imports the backends
+    from rlkernels.ops.policy_objective import ObjectiveBatch, ObjectiveResult
 
 free_idle_buffers = _native.free_idle_buffers
 
@@ -75,6 +79,63 @@ def token_stats_backward(
 ) -> None:
     tensors = {**saved._asdict(), **upstream._asdict(), "dlogits": dlogits, "dtarget": dtarget}
     _native.token_stats_backward(**_views(rows, tile), **_addresses(tensors))
+
+
+def _objective_params(options: ObjectiveOptions, batch: ObjectiveBatch, **tensors: Tensor | None) -> Any:
+    tokens = batch.mask.shape[0]
+    per_token = {
+        f"{name}_per_token": value is not None and value.shape[0] == tokens
+        for name, value in (
+            ("advantages", batch.advantages),
+            ("policy_weight", batch.policy_weight),
+            ("success_rate", batch.success_rate),
+        )
+    }
+    tensors |= {name: value for name, value in batch._asdict().items() if not isinstance(value, int)}
+    return _native.PolicyObjectiveParams(
+        options=_native.ObjectiveOptions(**options._asdict()),
+        dtype=_DTYPE_CODES[batch.advantages.dtype],
+        tokens=tokens,
+        sequences=batch.sequences,
+        width=tokens // max(1, batch.sequences),
+        reduction=batch.reduction,
+        entropy_reduction=batch.entropy_reduction,
+        threads=torch.get_num_threads(),
+        **per_token,
+        **_addresses(tensors),
+    )
+
+
+def policy_objective(
+    logp: Tensor, entropy: Tensor | None, options: ObjectiveOptions, batch: ObjectiveBatch, result: ObjectiveResult
+) -> None:
+    _native.policy_objective(_objective_params(options, batch, logp=logp, entropy=entropy, **result._asdict()))
+
+
+def policy_sweep(
+    rows: Rows, options: ObjectiveOptions, batch: ObjectiveBatch, stats: RowStats, dlogits: Tensor
+) -> None:
+    views = _views(rows, None)
+    _native.policy_sweep(
+        logits=views["logits"],
+        scaling=views["scaling"],
+        targets=views["targets"],
+        ignore_index=rows.ignore_index,
+        logp=_address(stats.logp),
+        entropy=_address(stats.entropy),
+        row_max=_address(stats.row_max),
+        log_sum_exp=_address(stats.log_sum_exp),
+        objective=_objective_params(
+            options, batch, logp=None, entropy=None, loss=None, metrics=None, dlogp=None, dentropy=None
+        ),
+        dlogits=_address(dlogits),
+        threads=views["threads"],
+    )
+
+
+def scale_unless_one(dlogits: Tensor, factor: Tensor) -> None:
+    if factor != 1:
+        dlogits.mul_(factor.item())
 
 
 def prefix_counts(token_ids: Tensor, lengths: Tensor, row_order: Tensor, group_starts: Tensor, counts: Tensor) -> None:

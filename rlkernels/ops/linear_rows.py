@@ -21,6 +21,8 @@ from rlkernels import schedules
 from rlkernels.backends import memory
 from rlkernels.ops.rows import Rows, RowStats, SavedStats, Tile, Upstream, Wanted, compute_dtype, empty_row_stats
 
+_FEW = schedules.Blocks(rows=256, columns=1)  # rows at a time where all would take another [N, H]
+
 
 class Keep(NamedTuple):
     """What forward is to leave for backward besides statistics."""
@@ -101,9 +103,9 @@ class LinearRows(NamedTuple):
         """Rows of a tile `[n, columns]`."""
         return Rows(logits[None], self.targets, self.temperature, self.softcap, self.logit_scale, self.ignore_index)
 
-    def empty_tile(self, blocks: schedules.Blocks) -> Tensor:
-        count = min(blocks.rows, self.hidden.shape[0]) * blocks.columns
-        return memory.empty((count,), self.hidden.dtype, self.hidden.device)
+    def empty_tile(self, chunk_bytes: int) -> Tensor:
+        size = self.problem(chunk_bytes).tile_size()
+        return memory.empty((size,), self.hidden.dtype, self.hidden.device)
 
 
 def _view(buffer: Tensor, rows: int, columns: slice) -> Tensor:
@@ -123,10 +125,12 @@ class KeptTiles:
 
 
 class ProductSum:
-    """A sum of GEMMs `[n, H]`, in the compute dtype."""
+    """A sum of GEMMs `[n, H]`, in the compute dtype: in `total`, which holds zeros, or in a tensor of its own."""
 
-    def __init__(self, rows: LinearRows) -> None:
-        self.total = rows.hidden.new_zeros(rows.hidden.shape, dtype=compute_dtype(rows.hidden.dtype))
+    def __init__(self, rows: LinearRows, total: Tensor | None = None) -> None:
+        if total is None:
+            total = rows.hidden.new_zeros(rows.hidden.shape, dtype=compute_dtype(rows.hidden.dtype))
+        self.total = total
         self._is_exact = self.total.dtype == rows.hidden.dtype
         self._is_wide = schedules.has_wide_gemms(rows.hidden.device)
         self._product = None if self._is_exact or self._is_wide else torch.empty_like(rows.hidden)
@@ -140,7 +144,9 @@ class ProductSum:
         elif self._is_wide:
             torch.addmm(self.total, tile, weight, out_dtype=self.total.dtype, out=self.total)
         else:
-            self.total += torch.mm(tile, weight, out=self._product)
+            product = torch.mm(tile, weight, out=self._product)
+            for some in _FEW.row_ranges(product.shape[0]):  # PyTorch widens all of a 16-bit addend first
+                self.total[some] += product[some]
 
 
 class HeadGradient:
@@ -211,20 +217,24 @@ def linear_forward(
     problem = used_rows.problem(chunk_bytes)
     tiles = KeptTiles(kept.logits, problem)
     blocks = problem.forward_blocks()
-    buffer = used_rows.empty_tile(blocks)
+    buffer = used_rows.empty_tile(chunk_bytes)
     for block in blocks.row_ranges(problem.rows):
         part = used_rows.take(block)
         part_stats = empty_linear_stats(part, wanted)
         where = block if isinstance(used, slice) else used[block]
+        in_place = kept.direction[block] if isinstance(used, slice) and keep.direction else None
         sweep = _ForwardSweep(part, part_stats, buffer, kernels)
-        others = ProductSum(part) if keep.direction else None
+        others = ProductSum(part, in_place) if keep.direction else None
         for columns in blocks.column_ranges(problem.vocab):
             sweep.push(columns, tiles.tile(columns)[block] if columns.stop <= tiles.columns else None, others)
         for whole, values in zip(stats, part_stats, strict=True):
             if values.numel():
                 whole[where] = values
         if others is not None:
-            kept.direction[where] = _direction(part, part_stats, others.total)
+            for some in _FEW.row_ranges(part.targets.shape[0]):
+                _finish_direction(part.take(some), part_stats.take(some), others.total[some])
+            if in_place is None:
+                kept.direction[where] = others.total
     return stats, kept
 
 
@@ -275,8 +285,8 @@ def _rescaling(rows: LinearRows, before: Tensor, after: Tensor) -> Tensor:
     return torch.where(before == after, 1.0, torch.exp(scale.double() * (before - after)))
 
 
-def _direction(rows: LinearRows, stats: RowStats, others: Tensor) -> Tensor:
-    """dlogp/dhidden = (1 - p_y) z'_y weight[y] - sum_{v != y} p_v z'_v weight[v]; the difference before rounding."""
+def _finish_direction(rows: LinearRows, stats: RowStats, others: Tensor) -> None:
+    """dlogp/dhidden = (1 - p_y) z'_y weight[y] - sum_{v != y} p_v z'_v weight[v], of the sum with e^d for p."""
     columns = rows.label_columns()
     target_weight = rows.weight[columns].to(others.dtype)
     slope = (rows.logit_scale / rows.temperature).expand(rows.targets.shape[0])
@@ -287,7 +297,8 @@ def _direction(rows: LinearRows, stats: RowStats, others: Tensor) -> Tensor:
         e = torch.exp(-2 * (rows.logit_scale * target_logit / rows.softcap).abs())
         slope = slope * 4 * e / (1 + e) ** 2
     coefficient = -torch.expm1(stats.logp) * slope
-    return coefficient[:, None] * target_weight - others * torch.exp(-stats.log_sum_exp)[:, None]
+    others *= -torch.exp(-stats.log_sum_exp)[:, None]
+    others.addcmul_(coefficient[:, None], target_weight)
 
 
 def linear_backward(
@@ -322,7 +333,7 @@ def linear_backward(
         if count < forward_problem.rows:
             among_kept = rank[index]
     kept = KeptTiles(kept_logits, forward_problem)
-    buffer = part.empty_tile(problem.backward_blocks())
+    buffer = part.empty_tile(chunk_bytes)
     total = ProductSum(part) if need_hidden else None
     dtarget = torch.zeros_like(part_saved.row_max) if need_hidden else None
     for columns, held in schedules.backward_tiles(forward_problem, problem, kept.columns):
@@ -346,10 +357,11 @@ def linear_backward(
             head.put(columns, dlogits, part.hidden)
     if total is not None and dtarget is not None:
         labels = part.label_columns()
-        for block in schedules.Blocks(256, vocab).row_ranges(count):  # weight[y] is another [N, H]
-            target_weight = rows.weight[labels[block]].to(total.total.dtype)
-            total.total[block] += dtarget[block, None] * target_weight
-        dhidden[index] = total.total.to(dhidden.dtype)
+        for some in _FEW.row_ranges(count):
+            target_weight = rows.weight[labels[some]].to(total.total.dtype)
+            total.total[some].addcmul_(dtarget[some, None], target_weight)
+            where = some if isinstance(index, slice) else index[some]
+            dhidden[where] = total.total[some].to(dhidden.dtype)
     return dhidden
 
 

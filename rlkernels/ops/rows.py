@@ -53,6 +53,9 @@ class RowStats(NamedTuple):
     row_max: Tensor
     log_sum_exp: Tensor
 
+    def take(self, rows: slice) -> RowStats:
+        return RowStats(*(column[rows] if column.numel() else column for column in self))
+
 
 def empty_row_stats(rows: Rows, wanted: Wanted) -> RowStats:
     count = rows.targets.shape[0]

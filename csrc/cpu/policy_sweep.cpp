@@ -1,0 +1,77 @@
+// Statistics, coefficients and gradient of each row while it is in the cache. Built once per instruction set.
+#include "dispatch.h"
+#include "objective_rows.h"
+#include "parallel.h"
+#include "row_sweeps.h"
+
+namespace rlk {
+namespace RLK_ISA {
+namespace {
+
+template <class Elem, bool kStream, bool kEntropy, ObjectiveKind kKind, class T>
+void sweep_row(const PolicySweepParams& p, const ObjectiveRows<T>& rows, int64_t row) {
+  const TokenStatsForwardParams& s = p.stats;
+  const ObjectiveOptions& o = p.objective.options;
+  RowCoefficients<T> c = {};
+  const bool used = s.targets[row] != s.ignore_index;
+  const RowTransform<T> transform = transform_of_row<T>(s.scaling, row);
+  if (used) {
+    RowState<double> state;
+    push_row<Elem, kEntropy, false>(s.logits, row, 0, s.targets[row], transform, &state);
+    const RowStats<double> stats = finish(state, transform.k, static_cast<double>(s.vocab));
+    write_stats<T>(s.out, row, state.m, stats);
+    const int64_t b = rows.sequence_of(row);
+    // rounded as the statistics are stored: the same bits as from two sweeps
+    const ObjectiveToken token = rows.token_at(row, b, true, static_cast<T>(stats.logp));
+    const ObjectiveTerms terms = objective_terms<kKind>(o, token, token.log_ratio(), 1.0);
+    c = {static_cast<T>(rows.loss_scale(b) * (terms.dlogp + terms.dx)),
+         static_cast<T>(-o.entropy_coef * rows.entropy_scale(b)),
+         T(0),
+         static_cast<T>(state.m),
+         static_cast<T>(stats.log_s),
+         static_cast<T>(stats.entropy)};
+  } else {
+    write_stats<T>(s.out, row, 0.0, {});
+  }
+  if (c.are_zero()) {
+    std::memset(static_cast<Elem*>(p.dlogits) + row * s.vocab, 0, s.vocab * sizeof(Elem));
+  } else {
+    write_row_gradient<Elem, kStream>(s.logits, row, 0, s.targets[row], transform, c, p.dlogits, nullptr);
+  }
+}
+
+template <class Elem, bool kStream, bool kEntropy>
+void sweep(const PolicySweepParams& p) {
+  using T = typename VectorOf<Elem>::type::Scalar;
+  const ObjectiveRows<T> rows(p.objective);
+  const LogitsView& logits = p.stats.logits;
+  with_kind(p.objective.options.kind, [&](auto kind) {
+    for_each_row(logits.rows(), rows_per_piece(logits, sizeof(Elem)), p.stats.threads,
+                 [&](int64_t row) { sweep_row<Elem, kStream, kEntropy, decltype(kind)::value>(p, rows, row); });
+  });
+}
+
+template <class Elem, bool kStream>
+void sweep(const PolicySweepParams& p) {
+  if (p.stats.out.entropy) {
+    sweep<Elem, kStream, true>(p);
+  } else {
+    sweep<Elem, kStream, false>(p);
+  }
+}
+
+}  // namespace
+
+void policy_sweep(const PolicySweepParams& p) {
+  with_element_type(p.stats.logits.dtype, [&](auto elem) {
+    using Elem = decltype(elem);
+    if (streams(p.stats.logits, p.dlogits, sizeof(Elem))) {
+      sweep<Elem, true>(p);
+    } else {
+      sweep<Elem, false>(p);
+    }
+  });
+}
+
+}  // namespace RLK_ISA
+}  // namespace rlk
