@@ -42,11 +42,13 @@ struct Pieces {
   RowRangeFunction run;
   const void* context;
   std::atomic<int64_t> next{0};
+  std::atomic<int> workers{0};
 
   static void work(void* data) {
     Pieces& pieces = *static_cast<Pieces*>(data);
+    const int worker = pieces.workers.fetch_add(1, std::memory_order_relaxed);
     for (int64_t i; (i = pieces.next.fetch_add(1, std::memory_order_relaxed)) < pieces.count;) {
-      pieces.run(pieces.context, i * pieces.grain, std::min(pieces.rows, (i + 1) * pieces.grain));
+      pieces.run(pieces.context, worker, i * pieces.grain, std::min(pieces.rows, (i + 1) * pieces.grain));
     }
   }
 };

@@ -9,34 +9,43 @@ namespace RLK_ISA {
 namespace {
 
 template <class Elem, bool kStream, bool kEntropy, ObjectiveKind kKind, class T>
-void sweep_row(const PolicySweepParams& p, const ObjectiveRows<T>& rows, int64_t row) {
+void sweep_row(const PolicySweepParams& p, const ObjectiveRows<T>& rows, int64_t row, KeptRow<T>* kept) {
   const TokenStatsForwardParams& s = p.stats;
   const ObjectiveOptions& o = p.objective.options;
-  RowCoefficients<T> c = {};
-  const bool used = s.targets[row] != s.ignore_index;
-  const RowTransform<T> transform = transform_of_row<T>(s.scaling, row);
-  if (used) {
-    RowState<double> state;
-    push_row<Elem, kEntropy, false>(s.logits, row, 0, s.targets[row], transform, &state);
-    const RowStats<double> stats = finish(state, transform.k, static_cast<double>(s.vocab));
-    write_stats<T>(s.out, row, state.m, stats);
-    const int64_t b = rows.sequence_of(row);
-    // rounded as the statistics are stored: the same bits as from two sweeps
-    const ObjectiveToken token = rows.token_at(row, b, true, static_cast<T>(stats.logp));
-    const ObjectiveTerms terms = objective_terms<kKind>(o, token, token.log_ratio(), 1.0);
-    c = {static_cast<T>(rows.loss_scale(b) * (terms.dlogp + terms.dx)),
-         static_cast<T>(-o.entropy_coef * rows.entropy_scale(b)),
-         T(0),
-         static_cast<T>(state.m),
-         static_cast<T>(stats.log_s),
-         static_cast<T>(stats.entropy)};
-  } else {
+  const int64_t target = s.targets[row];
+  const Elem* logits = static_cast<const Elem*>(s.logits.data) + s.logits.row_offset(row);
+  Elem* out = static_cast<Elem*>(p.dlogits) + row * s.vocab;
+  if (target == s.ignore_index) {
     write_stats<T>(s.out, row, 0.0, {});
+    std::memset(out, 0, s.vocab * sizeof(Elem));
+    return;
   }
-  if (c.are_zero()) {
-    std::memset(static_cast<Elem*>(p.dlogits) + row * s.vocab, 0, s.vocab * sizeof(Elem));
+  const RowTransform<T> transform = transform_of_row<T>(s.scaling, row);
+  RowState<double> state;
+  if (kept) {
+    push_and_keep_row<Elem, kEntropy>(logits, s.vocab, target, transform, &state, kept);
   } else {
-    write_row_gradient<Elem, kStream>(s.logits, row, 0, s.targets[row], transform, c, p.dlogits, nullptr);
+    push_row<Elem, kEntropy, false>(s.logits, row, 0, target, transform, &state);
+  }
+  const RowStats<double> stats = finish(state, transform.k, static_cast<double>(s.vocab));
+  write_stats<T>(s.out, row, state.m, stats);
+
+  const int64_t b = rows.sequence_of(row);
+  // rounded as the statistics are stored, so that the coefficients are those of two sweeps
+  const ObjectiveToken token = rows.token_at(row, b, true, static_cast<T>(stats.logp));
+  const ObjectiveTerms terms = objective_terms<kKind>(o, token, token.log_ratio(), 1.0);
+  const RowCoefficients<T> c = {static_cast<T>(rows.loss_scale(b) * (terms.dlogp + terms.dx)),
+                                static_cast<T>(-o.entropy_coef * rows.entropy_scale(b)),
+                                T(0),
+                                static_cast<T>(state.m),
+                                static_cast<T>(stats.log_s),
+                                static_cast<T>(stats.entropy)};
+  if (c.are_zero()) {
+    std::memset(out, 0, s.vocab * sizeof(Elem));
+  } else if (kept) {
+    write_kept_gradient<Elem, kStream>(logits, s.vocab, target, transform, c, *kept, out);
+  } else {
+    write_row_gradient<Elem, kStream>(s.logits, row, 0, target, transform, c, p.dlogits, nullptr);
   }
 }
 
@@ -45,9 +54,16 @@ void sweep(const PolicySweepParams& p) {
   using T = typename VectorOf<Elem>::type::Scalar;
   const ObjectiveRows<T> rows(p.objective);
   const LogitsView& logits = p.stats.logits;
+  // softcap's slope needs the logits again, and so do rows that are not in one piece; float32 exponentials take as much
+  // cache as float32 logits, beside them
+  const bool keeps = sizeof(Elem) < sizeof(T) && p.stats.scaling.softcap == nullptr && logits.stride_vocab == 1;
+  std::vector<KeptRow<T>> kept;
+  for (int i = 0; keeps && i < std::min<int64_t>(p.stats.threads, logits.rows()); ++i) kept.emplace_back(logits.vocab);
   with_kind(p.objective.options.kind, [&](auto kind) {
-    for_each_row(logits.rows(), rows_per_piece(logits, sizeof(Elem)), p.stats.threads,
-                 [&](int64_t row) { sweep_row<Elem, kStream, kEntropy, decltype(kind)::value>(p, rows, row); });
+    for_each_row_of_worker(
+        logits.rows(), rows_per_piece(logits, sizeof(Elem)), p.stats.threads, [&](int worker, int64_t row) {
+          sweep_row<Elem, kStream, kEntropy, decltype(kind)::value>(p, rows, row, keeps ? &kept[worker] : nullptr);
+        });
   });
 }
 

@@ -1,6 +1,13 @@
 // One row of logits at a time: its statistics, and its gradient.
 #pragma once
 
+#include <cstddef>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <type_traits>
+#include <vector>
+
 #include "../params.h"
 #include "../row_math.h"
 #include "vec.h"
@@ -68,16 +75,23 @@ struct SegmentSums {
     for (int j = 0; j < kUnroll; ++j) s[j] = t[j] = q[j] = w[j] = V(0);
   }
 
-  RLK_INLINE void add(int j, V u, V m, V k, V floor) {
+  // Returns 2^d.
+  RLK_INLINE V add(int j, V u, V m, V k, V floor) {
     const V d = max_keep_second_nan(floor, k * (u - m));
     const V e = exp2(d);
     s[j] = s[j] + e;
     if (kEntropy) t[j] = fma(e, d, t[j]);
     if (kExtras) q[j] = fma(e, e, q[j]);
+    return e;
   }
 
-  template <class Elem>
-  void add_segment(const Elem* u, int64_t n, V m, V k, V floor) {
+  // The exponentials also go to `kept`, unless that is a null pointer of type nullptr_t.
+  template <class Elem, class Kept>
+  void add_segment(const Elem* u, int64_t n, V m, V k, V floor, Kept kept) {
+    constexpr bool kKeep = !std::is_same_v<Kept, std::nullptr_t>;
+    const auto keep = [&](V e, int64_t i) __attribute__((always_inline)) {
+      if constexpr (kKeep) e.store(kept + i);
+    };
     int64_t i = 0;
     for (; i + kUnroll * V::kLanes <= n; i += kUnroll * V::kLanes) {
       V x[kUnroll];
@@ -87,29 +101,34 @@ struct SegmentSums {
         __builtin_prefetch(reinterpret_cast<const char*>(u + i + kSegment) + line);
       }
       for (int j = 0; j < kUnroll; ++j) {
-        add(j, x[j], m, k, floor);
+        keep(add(j, x[j], m, k, floor), i + j * V::kLanes);
         if (kExtras) w[j] = w[j] + x[j];
       }
     }
     for (; i + V::kLanes <= n; i += V::kLanes) {
       const V x = V::load(u + i);
-      add(0, x, m, k, floor);
+      keep(add(0, x, m, k, floor), i);
       if (kExtras) w[0] = w[0] + x;
     }
-    for (; i < n; ++i) add_one(widen(u[i]), m, k, floor);
+    for (; i < n; ++i) {
+      const auto e = add_one(widen(u[i]), m, k, floor);
+      if constexpr (kKeep) kept[i] = e;
+    }
   }
 
   // One column past the last full vector: the other lanes hold -inf, which adds 2^floor = 0.
-  void add_one(typename V::Scalar x, V m, V k, V floor) {
+  typename V::Scalar add_one(typename V::Scalar x, V m, V k, V floor) {
     typename V::Scalar lanes[V::kLanes];
     for (auto& lane : lanes) lane = -std::numeric_limits<typename V::Scalar>::infinity();
     lanes[0] = x;
-    add(0, V::load(lanes), m, k, floor);
+    const V e = add(0, V::load(lanes), m, k, floor);
     if (kExtras) {
       for (auto& lane : lanes) lane = 0;
       lanes[0] = x;
       w[0] = w[0] + V::load(lanes);
     }
+    e.store(lanes);
+    return lanes[0];
   }
 
   static double total(const V* parts) {
@@ -158,13 +177,13 @@ float segment_max(const Float16* u, int64_t n) {
   return segment_max_of_bits(u, n);
 }
 
-template <class V, bool kEntropy, bool kExtras, class Elem>
-RowState<double> segment_state(const Elem* u, int64_t n, typename V::Scalar k_log2e) {
+template <class V, bool kEntropy, bool kExtras, class Elem, class Kept>
+RowState<double> segment_state(const Elem* u, int64_t n, typename V::Scalar k_log2e, Kept kept) {
   using T = typename V::Scalar;
   const T m = segment_max<V>(u, n);
   const V safe_m(m == -std::numeric_limits<T>::infinity() ? T(0) : m);
   SegmentSums<V, kEntropy, kExtras> sums;
-  sums.add_segment(u, n, safe_m, V(k_log2e), V(Exp2Floor<T>::value));
+  sums.add_segment(u, n, safe_m, V(k_log2e), V(Exp2Floor<T>::value), kept);
   RowState<double> state;
   state.m = m;
   state.s = sums.total(sums.s);
@@ -182,9 +201,10 @@ double max_of(const Elem* u, int64_t n) {
 }
 
 // The state of columns [begin, begin + n), given as u, of a row whose target is column y.
-template <class V, bool kEntropy, bool kExtras, class Elem>
-RowState<double> located_state(const Elem* u, int64_t begin, int64_t n, int64_t y, typename V::Scalar k_log2e) {
-  RowState<double> state = segment_state<V, kEntropy, kExtras>(u, n, k_log2e);
+template <class V, bool kEntropy, bool kExtras, class Elem, class Kept = std::nullptr_t>
+RowState<double> located_state(const Elem* u, int64_t begin, int64_t n, int64_t y, typename V::Scalar k_log2e,
+                               Kept kept = nullptr) {
+  RowState<double> state = segment_state<V, kEntropy, kExtras>(u, n, k_log2e, kept);
   if (y >= begin && y < begin + n) state.target = widen(u[y - begin]);
   if (kExtras && y >= begin) state.max_before_target = y < begin + n ? max_of(u, y - begin) : state.m;
   return state;
@@ -225,6 +245,37 @@ void push_row(const LogitsView& view, int64_t row, int64_t vocab_start, int64_t 
     if (kExtras && segment.max_before_target > state->max_before_target) {
       state->max_before_target = segment.max_before_target;
     }
+    state->merge(segment, transform.k);
+  }
+}
+
+// A row's exponentials, each relative to its own segment's maximum, until its gradient is formed from them.
+template <class T>
+struct KeptRow {
+  struct Free {
+    void operator()(T* data) const { std::free(data); }
+  };
+  std::unique_ptr<T[], Free> exponentials;
+  std::vector<T> maxima;
+
+  explicit KeptRow(int64_t vocab) : maxima((vocab + kSegment - 1) / kSegment) {
+    const size_t bytes = maxima.size() * kSegment * sizeof(T);
+    exponentials.reset(static_cast<T*>(std::aligned_alloc(kCacheLine, bytes)));
+    if (!exponentials) throw std::bad_alloc();
+  }
+};
+
+// `push_row` of a whole contiguous row without softcap.
+template <class Elem, bool kEntropy, class T>
+void push_and_keep_row(const Elem* logits, int64_t vocab, int64_t target, const RowTransform<T>& transform,
+                       RowState<double>* state, KeptRow<T>* kept) {
+  using V = typename VectorOf<Elem>::type;
+  for (int64_t begin = 0; begin < vocab; begin += kSegment) {
+    const int64_t n = vocab - begin < kSegment ? vocab - begin : kSegment;
+    const RowState<double> segment = located_state<V, kEntropy, false>(
+        logits + begin, begin, n, target, transform.k_log2e, kept->exponentials.get() + begin);
+    kept->maxima[begin / kSegment] = static_cast<T>(segment.m);
+    state->target += segment.target;
     state->merge(segment, transform.k);
   }
 }
@@ -332,6 +383,50 @@ void write_row_gradient(const LogitsView& view, int64_t row, int64_t vocab_start
   } else {
     narrow(target_gradient, out + y);
   }
+}
+
+// The same gradient from kept exponentials: 2^w is 2^(w_segment + shift), shift = k log2(e) (m_segment - m).
+template <class Elem, bool kStream, class T>
+void write_kept_gradient(const Elem* x, int64_t vocab, int64_t target, const RowTransform<T>& transform,
+                         const RowCoefficients<T>& c, const KeptRow<T>& kept, Elem* out) {
+  using V = typename VectorOf<Elem>::type;
+  const RowGradient<double> gradient(c.dlogp, c.dentropy, c.dlse, c.entropy, c.log_sum_exp, transform.slope);
+  const V k(transform.k_log2e), floor(Exp2Floor<T>::value);
+  for (int64_t begin = 0; begin < vocab; begin += kSegment) {
+    const int64_t end = vocab - begin < kSegment ? vocab : begin + kSegment;
+    const T m = kept.maxima[begin / kSegment];
+    const bool is_empty = m == -std::numeric_limits<T>::infinity();
+    const double shift = is_empty ? 0.0 : double(transform.k_log2e) * (double(m) - c.row_max);
+    const double factor = std::exp2(shift);
+    const V a(static_cast<T>((gradient.a + gradient.b * shift) * factor)), b(static_cast<T>(gradient.b * factor));
+    const V top(is_empty ? T(0) : m);
+    const bool has_entropy = gradient.b != 0;
+    const auto formed = [&](V e, V u) __attribute__((always_inline)) {
+      return has_entropy ? e * fma(b, max_keep_second_nan(floor, k * (u - top)), a) : e * a;
+    };
+    const T* e = kept.exponentials.get();
+    constexpr int kUnroll = 4;
+    int64_t i = begin;
+    for (; i + kUnroll * V::kLanes <= end; i += kUnroll * V::kLanes) {
+      V logit[kUnroll];
+      for (int j = 0; j < kUnroll; j += 2) load_pair(x + i + j * V::kLanes, logit + j);
+      for (int j = 0; j < kUnroll; ++j) {
+        put<V, kStream>(formed(V::load(e + i + j * V::kLanes), logit[j]), out + i + j * V::kLanes);
+      }
+    }
+    for (; i + V::kLanes <= end; i += V::kLanes) put<V, kStream>(formed(V::load(e + i), V::load(x + i)), out + i);
+    if (i < end) {
+      Elem logits[V::kLanes] = {}, result[V::kLanes];
+      T exponentials[V::kLanes] = {};
+      std::memcpy(logits, x + i, (end - i) * sizeof(Elem));
+      std::memcpy(exponentials, e + i, (end - i) * sizeof(T));
+      formed(V::load(exponentials), V::load(logits)).store(result);
+      std::memcpy(out + i, result, (end - i) * sizeof(Elem));
+    }
+  }
+  if (kStream) stream_fence();
+  const double d = transform.k * (double(widen(x[target])) - c.row_max);
+  narrow(static_cast<T>(gradient.target(d)), out + target);
 }
 
 template <class Function>
