@@ -76,7 +76,8 @@ def _parser() -> argparse.ArgumentParser:
         "bench",
         help="run the microbenchmarks of bench/",
         description="Runs the microbenchmarks of a source checkout's bench/ with pytest-benchmark and writes "
-        "results.json, results.md and, where matplotlib is installed, results.png.",
+        "results.json, results.md and, where matplotlib is installed, results.png of the comparisons and scaling.png "
+        "of what was measured as tokens grow.",
     )
     bench.add_argument("--select", metavar="KEYWORD", help="only benchmarks whose name matches (pytest -k)")
     bench.add_argument(

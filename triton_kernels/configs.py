@@ -27,6 +27,8 @@ SMALLEST_SEGMENT = 128  # a floor under small vocabularies, which would compile 
 ELEMENTS_PER_THREAD = {torch.float64: 8, torch.float32: 16, torch.bfloat16: 16, torch.float16: 16}
 
 PREFIX_TOKENS = Launch(block=1024, num_warps=4)
+SCALE = Launch(block=4096, num_warps=8)
+OBJECTIVE_TOKENS = Launch(block=512, num_warps=4)  # some fifteen float64 numbers a token
 
 
 def row_sweep(dtype: torch.dtype, vocab: int) -> Launch:

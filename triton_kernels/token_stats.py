@@ -85,6 +85,45 @@ def store_state(states, row, m, s, t, q, sum_u, target_u, max_before_target):
         tl.store(state + 6, max_before_target)
 
 
+@triton.jit
+def push_row(
+    row_logits,
+    stride_vocab,
+    width,
+    target_column,
+    k,
+    inner_scale,
+    state,
+    CAPPED: tl.constexpr,
+    WANT_T: tl.constexpr,
+    WANT_Q: tl.constexpr,
+    WANT_SUM: tl.constexpr,
+    WANT_TOP1: tl.constexpr,
+    dtype: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Appends `width` columns to a row's state."""
+    m, s, t, q, sum_u, target_u, max_before_target = state
+    for begin in range(0, width, BLOCK):
+        columns = (begin + tl.arange(0, BLOCK)).to(tl.int64)
+        inside = columns < width
+        x = tl.load(row_logits + columns * stride_vocab, mask=inside, other=float("-inf")).to(dtype)
+        u, _tanh_slope = transform_logits(x, inner_scale, CAPPED)
+        u = tl.where(inside, u, float("-inf"))  # softcap makes -inf finite
+        right_m, right_s, right_t, right_q = segment_state(u, k, WANT_T, WANT_Q)
+        m, s, t, q = merge(m, s, t, q, right_m, right_s, right_t, right_q, k)
+        if WANT_SUM:
+            sum_u += tl.sum(tl.where(inside, u, 0.0), axis=0)
+        if WANT_TOP1:
+            before = tl.max(tl.where(columns < target_column, u, float("-inf")), axis=0)
+            max_before_target = tl.maximum(max_before_target, before)
+
+    if (target_column >= 0) & (target_column < width):
+        target_x = tl.load(row_logits + target_column * stride_vocab).to(dtype)
+        target_u, _tanh_slope = transform_logits(target_x, inner_scale, CAPPED)
+    return m, s, t, q, sum_u, target_u, max_before_target
+
+
 @triton.jit(do_not_specialize=_ANY_VALUE)
 def token_stats_forward_kernel(
     logits,
@@ -132,26 +171,23 @@ def token_stats_forward_kernel(
             temperature + row * temperature_stride, softcap, logit_scale, label_is_valid
         )
         row_logits = logits + row_offset(row, inner, stride_outer, stride_inner)
-        target_column = target - vocab_start
-
-        m, s, t, q, sum_u, target_u, max_before_target = load_state(states, row, vocab_start > 0, dtype)
-        for begin in range(0, width, BLOCK):
-            columns = (begin + tl.arange(0, BLOCK)).to(tl.int64)
-            inside = columns < width
-            x = tl.load(row_logits + columns * stride_vocab, mask=inside, other=float("-inf")).to(dtype)
-            u, _tanh_slope = transform_logits(x, inner_scale, softcap is not None)
-            u = tl.where(inside, u, float("-inf"))  # softcap makes -inf finite
-            right_m, right_s, right_t, right_q = segment_state(u, k, entropy is not None, log_sum_sq_probs is not None)
-            m, s, t, q = merge(m, s, t, q, right_m, right_s, right_t, right_q, k)
-            if mean_logits is not None:
-                sum_u += tl.sum(tl.where(inside, u, 0.0), axis=0)
-            if is_top1 is not None:
-                before = tl.max(tl.where(columns < target_column, u, float("-inf")), axis=0)
-                max_before_target = tl.maximum(max_before_target, before)
-
-        if (target_column >= 0) & (target_column < width):
-            target_x = tl.load(row_logits + target_column * stride_vocab).to(dtype)
-            target_u, _tanh_slope = transform_logits(target_x, inner_scale, softcap is not None)
+        state = load_state(states, row, vocab_start > 0, dtype)
+        m, s, t, q, sum_u, target_u, max_before_target = push_row(
+            row_logits,
+            stride_vocab,
+            width,
+            target - vocab_start,
+            k,
+            inner_scale,
+            state,
+            softcap is not None,
+            entropy is not None,
+            log_sum_sq_probs is not None,
+            mean_logits is not None,
+            is_top1 is not None,
+            dtype,
+            BLOCK,
+        )
         store_state(states, row, m, s, t, q, sum_u, target_u, max_before_target)
         if is_last_tile:
             log_s = log_sum(m, s)
@@ -166,6 +202,61 @@ def token_stats_forward_kernel(
             if is_top1 is not None:
                 has_distribution = log_s == log_s
                 tl.store(is_top1 + row, has_distribution & (target_u >= m) & (target_u > max_before_target))
+
+
+@triton.jit
+def write_zeros(row_dlogits, width, BLOCK: tl.constexpr):
+    for begin in range(0, width, BLOCK):
+        columns = (begin + tl.arange(0, BLOCK)).to(tl.int64)
+        tl.store(row_dlogits + columns, tl.zeros([BLOCK], row_dlogits.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def write_gradient(
+    row_logits,
+    stride_vocab,
+    row_dlogits,
+    width,
+    target_column,
+    k,
+    slope,
+    inner_scale,
+    m,
+    log_s,
+    entropy,
+    dlogp,
+    dentropy,
+    dlse,
+    CAPPED: tl.constexpr,
+    TARGET_APART: tl.constexpr,
+    dtype: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gradient of a row. Returns the target's, which is written as 0 if it is kept apart, and whether it is here."""
+    a, b, target_a = row_gradient(dlogp, dentropy, dlse, entropy, log_s, slope)
+    has_target = (target_column >= 0) & (target_column < width)
+    # One thread reads it and a sum hands it on, so that no warp can store the gradient in its place before that.
+    # A barrier after a load of every warp is not enough: AMD's does not wait for loads.
+    lanes = tl.arange(0, BLOCK)
+    target_pointers = row_logits + target_column * stride_vocab + lanes
+    target_x = tl.sum(tl.load(target_pointers, mask=has_target & (lanes == 0), other=0.0).to(dtype), axis=0)
+    target_u, target_tanh_slope = transform_logits(target_x, inner_scale, CAPPED)
+    target_dx = logit_gradient(target_u, m, k, target_a, b)
+    target_dx -= dlogp * slope * expm1(k * (target_u - m) - log_s)
+    target_dx *= target_tanh_slope
+    written = target_dx
+    if TARGET_APART:
+        written = tl.zeros_like(target_dx)
+
+    for begin in range(0, width, BLOCK):
+        columns = (begin + tl.arange(0, BLOCK)).to(tl.int64)
+        inside = columns < width
+        x = tl.load(row_logits + columns * stride_vocab, mask=inside, other=0.0).to(dtype)
+        u, tanh_slope = transform_logits(x, inner_scale, CAPPED)
+        dx = logit_gradient(u, m, k, a, b) * tanh_slope
+        dx = tl.where(columns == target_column, written, dx)
+        tl.store(row_dlogits + columns, dx.to(row_dlogits.dtype.element_ty), mask=inside)
+    return target_dx, has_target
 
 
 @triton.jit(do_not_specialize=_ANY_VALUE)
@@ -210,38 +301,33 @@ def token_stats_backward_kernel(
         m = tl.load(row_max + row)
         log_s = tl.load(log_sum_exp + row)
         row_entropy = load_or_zero(entropy, row, dtype)
-        a, b, target_a = row_gradient(row_dlogp, row_dentropy, row_dlse, row_entropy, log_s, slope)
-
-        target_column = target - vocab_start
-        has_target = (target_column >= 0) & (target_column < width)
-        # One thread reads it and a sum hands it on, so that no warp can store the gradient in its place before that.
-        # A barrier after a load of every warp is not enough: AMD's does not wait for loads.
-        lanes = tl.arange(0, BLOCK)
-        target_pointers = row_logits + target_column * stride_vocab + lanes
-        target_x = tl.sum(tl.load(target_pointers, mask=has_target & (lanes == 0), other=0.0).to(dtype), axis=0)
-        target_u, target_tanh_slope = transform_logits(target_x, inner_scale, softcap is not None)
-        target_dx = logit_gradient(target_u, m, k, target_a, b)
-        target_dx -= row_dlogp * slope * expm1(k * (target_u - m) - log_s)
-        target_dx *= target_tanh_slope
+        target_dx, has_target = write_gradient(
+            row_logits,
+            stride_vocab,
+            row_dlogits,
+            width,
+            target - vocab_start,
+            k,
+            slope,
+            inner_scale,
+            m,
+            log_s,
+            row_entropy,
+            row_dlogp,
+            row_dentropy,
+            row_dlse,
+            softcap is not None,
+            dtarget is not None,
+            dtype,
+            BLOCK,
+        )
         if dtarget is not None:
             tl.store(dtarget + row, target_dx, mask=has_target)
-            target_dx = tl.zeros_like(target_dx)
-
-        for begin in range(0, width, BLOCK):
-            columns = (begin + tl.arange(0, BLOCK)).to(tl.int64)
-            inside = columns < width
-            x = tl.load(row_logits + columns * stride_vocab, mask=inside, other=0.0).to(dtype)
-            u, tanh_slope = transform_logits(x, inner_scale, softcap is not None)
-            dx = logit_gradient(u, m, k, a, b) * tanh_slope
-            dx = tl.where(columns == target_column, target_dx, dx)
-            tl.store(row_dlogits + columns, dx.to(dlogits.dtype.element_ty), mask=inside)
     else:
-        for begin in range(0, width, BLOCK):
-            columns = (begin + tl.arange(0, BLOCK)).to(tl.int64)
-            tl.store(row_dlogits + columns, tl.zeros([BLOCK], dlogits.dtype.element_ty), mask=columns < width)
+        write_zeros(row_dlogits, width, BLOCK)
 
 
-def _row_arguments(rows: Rows, tile: Tile | None) -> dict[str, Any]:
+def row_arguments(rows: Rows, tile: Tile | None) -> dict[str, Any]:
     _, inner, width = rows.logits.shape
     stride_outer, stride_inner, stride_vocab = rows.logits.stride()
     start, vocab = (0, width) if tile is None else tile
@@ -278,7 +364,7 @@ def _none_for_empty(columns: RowStats | SavedStats | Upstream) -> dict[str, Tens
 
 
 def token_stats_forward(rows: Rows, stats: RowStats, tile: Tile | None = None, states: Tensor | None = None) -> None:
-    arguments = _row_arguments(rows, tile)
+    arguments = row_arguments(rows, tile)
     checks.check_row_values(
         rows.targets,
         arguments["vocab"],
@@ -310,7 +396,7 @@ def token_stats_backward(
     count = rows.targets.shape[0]
     if count == 0:
         return
-    arguments = {**_row_arguments(rows, tile), **_none_for_empty(saved), **_none_for_empty(upstream)}
+    arguments = {**row_arguments(rows, tile), **_none_for_empty(saved), **_none_for_empty(upstream)}
     if upstream.dentropy is None:
         arguments["entropy"] = None
     with configs.device_of(rows.logits):

@@ -121,6 +121,8 @@ _MODULES = {
     "triton": {
         "token_stats": "rlkernels.triton_kernels.token_stats",
         "linear_token_stats": "rlkernels.triton_kernels.token_stats",
+        "policy_objective": "rlkernels.triton_kernels.policy_objective",
+        "policy_sweep": "rlkernels.triton_kernels.policy_sweep",
         "prefix_counts": "rlkernels.triton_kernels.prefix_counts",
     },
 }

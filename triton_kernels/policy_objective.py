@@ -1,0 +1,393 @@
+"""From per-token statistics to a loss, its coefficients and its metrics, as csrc/cpu/policy_objective.cpp.
+
+Three launches: one program a sequence for what objectives and denominators need of whole sequences, one program a
+sequence for its tokens, one program that adds the sequences up. No atomics: the same bits every time.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlkernels.ops.objective_options import GEOMETRIC as GEOMETRIC_KIND
+from rlkernels.ops.objective_options import ObjectiveOptions, reduction_code
+from rlkernels.ops.policy_objective import ObjectiveBatch, ObjectiveResult
+from rlkernels.triton_kernels import configs
+from rlkernels.triton_kernels.objective import (
+    ENTROPY_COEF,
+    INFINITY,
+    clamped,
+    objective_terms,
+    pooled_log_ratio,
+    selected_advantage,
+)
+from rlkernels.triton_kernels.row_math import expm1
+
+_ANY_VALUE = ["sequences", "width"]
+
+TOKEN_MEAN = tl.constexpr(reduction_code("token_mean"))
+SEQ_MEAN_TOKEN_MEAN = tl.constexpr(reduction_code("seq_mean_token_mean"))
+TOKEN_SUM = tl.constexpr(reduction_code("token_sum"))
+
+# a sequence's sums: value, entropy, then those of METRICS after the count, then three minima and three maxima
+SUMS = tl.constexpr(17)
+METRIC_SUMS = tl.constexpr(9)
+
+
+@triton.jit
+def load_wide(pointer, index, inside, default):
+    """In float64; the default where there is no tensor or no trained token."""
+    if pointer is None:
+        return tl.where(inside, default, default).to(tl.float64)
+    else:
+        return tl.load(pointer + index, mask=inside, other=default).to(tl.float64)
+
+
+@triton.jit
+def load_per(pointer, i, b, inside, default, PER_TOKEN: tl.constexpr):
+    """Of each token, or of its sequence."""
+    if PER_TOKEN:
+        return load_wide(pointer, i, inside, default)
+    else:
+        return load_wide(pointer, i * 0 + b, inside, default)
+
+
+@triton.jit
+def sequence_range(cu_seqlens, b, width):
+    if cu_seqlens is None:
+        return b * width, (b + 1) * width
+    else:
+        return tl.load(cu_seqlens + b), tl.load(cu_seqlens + b + 1)
+
+
+@triton.jit
+def denominator(normalizer, tokens, sequences, REDUCTION: tl.constexpr):
+    if normalizer is not None:
+        own = tl.load(normalizer)
+    elif REDUCTION == TOKEN_MEAN:
+        own = tokens
+    elif REDUCTION == TOKEN_SUM:
+        own = tokens * 0.0 + 1.0
+    else:
+        own = tokens * 0.0 + sequences
+    return tl.where(own == 0.0, 1.0, own)
+
+
+@triton.jit
+def reduction_scale(length, divisor, REDUCTION: tl.constexpr):
+    if REDUCTION == SEQ_MEAN_TOKEN_MEAN:
+        return 1.0 / (length * divisor)
+    else:
+        return 1.0 / divisor
+
+
+@triton.jit
+def total_of(counts, sequences, BLOCK: tl.constexpr):
+    total = tl.full((), 0.0, tl.float64)
+    for begin in range(0, sequences, BLOCK):
+        b = begin + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(counts + b, mask=b < sequences, other=0.0), axis=0)
+    return total
+
+
+@triton.jit(do_not_specialize=_ANY_VALUE)
+def pool_kernel(
+    options,
+    mask,
+    logp,
+    old_logp,
+    weight,
+    advantages,
+    policy_weight,
+    cu_seqlens,
+    counts,
+    log_ratios,
+    width,
+    ADVANTAGES_PER_TOKEN: tl.constexpr,
+    POLICY_WEIGHT_PER_TOKEN: tl.constexpr,
+    KIND: tl.constexpr,
+    CLIPS_SEQUENCE: tl.constexpr,
+    SUMS_SEQUENCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The number of a sequence's trained tokens, and the sum or mean of their log ratios."""
+    b = tl.program_id(0).to(tl.int64)
+    begin, end = sequence_range(cu_seqlens, b, width)
+    count = tl.full((), 0.0, tl.float64)
+    total = tl.full((), 0.0, tl.float64)
+    for first in range(begin, end, BLOCK):
+        i = first + tl.arange(0, BLOCK).to(tl.int64)
+        used = tl.load(mask + i, mask=i < end, other=0) != 0
+        count += tl.sum(used.to(tl.float64), axis=0)
+        if log_ratios is not None:
+            token_logp = load_wide(logp, i, used, 0.0)
+            d = token_logp - load_wide(old_logp, i, used, 0.0) if old_logp is not None else token_logp - token_logp
+            a = selected_advantage(
+                load_per(advantages, i, b, used, 0.0, ADVANTAGES_PER_TOKEN),
+                load_wide(weight, i, used, 1.0),
+                load_per(policy_weight, i, b, used, 1.0, POLICY_WEIGHT_PER_TOKEN),
+            )
+            pooled, _slope = pooled_log_ratio(options, d, a, KIND, CLIPS_SEQUENCE)
+            total += tl.sum(tl.where(used, pooled, 0.0), axis=0)
+    tl.store(counts + b, count)
+    if log_ratios is not None:
+        if not SUMS_SEQUENCE:
+            total = total / tl.maximum(count, 1.0)
+        tl.store(log_ratios + b, total)
+
+
+@triton.jit(do_not_specialize=_ANY_VALUE)
+def objective_kernel(
+    options,
+    mask,
+    logp,
+    entropy,
+    old_logp,
+    ref_logp,
+    weight,
+    advantages,
+    policy_weight,
+    success_rate,
+    cu_seqlens,
+    counts,
+    log_ratios,
+    normalizer,
+    entropy_normalizer,
+    dlogp,
+    dentropy,
+    sums,
+    sequences,
+    width,
+    ADVANTAGES_PER_TOKEN: tl.constexpr,
+    POLICY_WEIGHT_PER_TOKEN: tl.constexpr,
+    SUCCESS_RATE_PER_TOKEN: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    ENTROPY_REDUCTION: tl.constexpr,
+    KIND: tl.constexpr,
+    CLIPS_SEQUENCE: tl.constexpr,
+    SUMS_SEQUENCE: tl.constexpr,
+    HAS_KL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A sequence's coefficients, and what it adds to the loss and the metrics."""
+    b = tl.program_id(0).to(tl.int64)
+    begin, end = sequence_range(cu_seqlens, b, width)
+    count = tl.load(counts + b)
+    length = tl.maximum(count, 1.0)
+    tokens = total_of(counts, sequences, BLOCK)
+    scale = reduction_scale(length, denominator(normalizer, tokens, sequences, REDUCTION), REDUCTION)
+    entropy_scale = reduction_scale(
+        length, denominator(entropy_normalizer, tokens, sequences, ENTROPY_REDUCTION), ENTROPY_REDUCTION
+    )
+    value = tl.full((), 0.0, tl.float64)
+    through_x = value
+    sum_entropy = value
+    sum_d = value
+    sum_k3 = value
+    sum_ratio = value
+    sum_low = value
+    sum_high = value
+    sum_weight = value
+    sum_policy_weight = value
+    sum_kl = value
+    smallest = tl.full((), float("inf"), tl.float64)
+    largest = tl.full((), float("-inf"), tl.float64)
+    for first in range(begin, end, BLOCK):
+        i = first + tl.arange(0, BLOCK).to(tl.int64)
+        inside = i < end
+        used = tl.load(mask + i, mask=inside, other=0) != 0
+        token_logp = load_wide(logp, i, used, 0.0)
+        d = token_logp - load_wide(old_logp, i, used, 0.0) if old_logp is not None else token_logp - token_logp
+        x = d
+        if log_ratios is not None:
+            x = tl.zeros_like(d) + tl.load(log_ratios + b)
+        token_weight = load_wide(weight, i, used, 1.0)
+        token_policy_weight = load_per(policy_weight, i, b, used, 1.0, POLICY_WEIGHT_PER_TOKEN)
+        loss, dx, direct, ratio, kl, low, high = objective_terms(
+            options,
+            token_logp,
+            d,
+            x,
+            load_wide(ref_logp, i, used, 0.0),
+            load_per(advantages, i, b, used, 0.0, ADVANTAGES_PER_TOKEN),
+            token_weight,
+            token_policy_weight,
+            load_per(success_rate, i, b, used, 0.5, SUCCESS_RATE_PER_TOKEN),
+            length,
+            KIND,
+            CLIPS_SEQUENCE,
+            HAS_KL,
+        )
+        limited, _slope = clamped(d, -80.0, 80.0)
+        value += tl.sum(tl.where(used, loss, 0.0), axis=0)
+        through_x += tl.sum(tl.where(used, dx, 0.0), axis=0)
+        sum_entropy += tl.sum(load_wide(entropy, i, used, 0.0), axis=0)
+        sum_d += tl.sum(tl.where(used, limited, 0.0), axis=0)
+        sum_k3 += tl.sum(tl.where(used, expm1(limited) - limited, 0.0), axis=0)
+        sum_ratio += tl.sum(tl.where(used, ratio, 0.0), axis=0)
+        sum_low += tl.sum((used & low).to(tl.float64), axis=0)
+        sum_high += tl.sum((used & high).to(tl.float64), axis=0)
+        sum_weight += tl.sum(tl.where(used, token_weight, 0.0), axis=0)
+        sum_policy_weight += tl.sum(tl.where(used, token_policy_weight, 0.0), axis=0)
+        sum_kl += tl.sum(tl.where(used, kl, 0.0), axis=0)
+        smallest = tl.minimum(smallest, tl.min(tl.where(used, ratio, float("inf")), axis=0))
+        largest = tl.maximum(largest, tl.max(tl.where(used, ratio, float("-inf")), axis=0))
+        if dlogp is not None:
+            coefficient = direct
+            if log_ratios is None:
+                coefficient = direct + dx
+            coefficient = tl.where(used, scale * coefficient, 0.0)
+            tl.store(dlogp + i, coefficient.to(dlogp.dtype.element_ty), mask=inside)
+        if dentropy is not None:
+            bonus = tl.where(used, -tl.load(options + ENTROPY_COEF) * entropy_scale, 0.0)
+            tl.store(dentropy + i, bonus.to(dentropy.dtype.element_ty), mask=inside)
+    if dlogp is not None and log_ratios is not None:
+        through_sequence = scale * through_x
+        if not SUMS_SEQUENCE:
+            through_sequence = through_sequence / length
+        for first in range(begin, end, BLOCK):
+            i = first + tl.arange(0, BLOCK).to(tl.int64)
+            used = tl.load(mask + i, mask=i < end, other=0) != 0
+            token_logp = load_wide(logp, i, used, 0.0)
+            d = token_logp - load_wide(old_logp, i, used, 0.0) if old_logp is not None else token_logp - token_logp
+            a = selected_advantage(
+                load_per(advantages, i, b, used, 0.0, ADVANTAGES_PER_TOKEN),
+                load_wide(weight, i, used, 1.0),
+                load_per(policy_weight, i, b, used, 1.0, POLICY_WEIGHT_PER_TOKEN),
+            )
+            _pooled, slope = pooled_log_ratio(options, d, a, KIND, CLIPS_SEQUENCE)
+            coefficient = load_wide(dlogp, i, used, 0.0) + through_sequence * slope
+            tl.store(dlogp + i, coefficient.to(dlogp.dtype.element_ty), mask=used)
+    sums = sums + b * SUMS
+    tl.store(sums, scale * value)
+    tl.store(sums + 1, entropy_scale * sum_entropy)
+    tl.store(sums + 2, -sum_d)
+    tl.store(sums + 3, sum_k3)
+    tl.store(sums + 4, sum_ratio)
+    tl.store(sums + 5, sum_low)
+    tl.store(sums + 6, sum_high)
+    tl.store(sums + 7, sum_weight)
+    tl.store(sums + 8, sum_policy_weight)
+    tl.store(sums + 9, sum_kl)
+    tl.store(sums + 10, sum_entropy)
+    is_empty = count == 0.0
+    tl.store(sums + 11, smallest)
+    tl.store(sums + 12, tl.where(is_empty, INFINITY, sum_low / length))
+    tl.store(sums + 13, tl.where(is_empty, INFINITY, sum_high / length))
+    tl.store(sums + 14, largest)
+    tl.store(sums + 15, tl.where(is_empty, -INFINITY, sum_low / length))
+    tl.store(sums + 16, tl.where(is_empty, -INFINITY, sum_high / length))
+
+
+@triton.jit(do_not_specialize=_ANY_VALUE)
+def add_up_kernel(options, counts, sums, loss, metrics, sequences, BLOCK: tl.constexpr):
+    """Program 0 writes the loss and the count; program j the j-th metric after it."""
+    column = tl.program_id(0)
+    zero = tl.full((), 0.0, tl.float64)
+    total = zero
+    bonus = zero
+    smallest = tl.full((), float("inf"), tl.float64)
+    largest = tl.full((), float("-inf"), tl.float64)
+    source = tl.where(column == 0, 0, column + 1)
+    for begin in range(0, sequences, BLOCK):
+        b = begin + tl.arange(0, BLOCK).to(tl.int64)
+        inside = b < sequences
+        values = tl.load(sums + b * SUMS + source, mask=inside, other=0.0)
+        total += tl.sum(values, axis=0)
+        bonus += tl.sum(tl.load(sums + b * SUMS + 1, mask=inside, other=0.0), axis=0)
+        smallest = tl.minimum(smallest, tl.min(tl.where(inside, values, float("inf")), axis=0))
+        largest = tl.maximum(largest, tl.max(tl.where(inside, values, float("-inf")), axis=0))
+    if column == 0:
+        coefficient = tl.load(options + ENTROPY_COEF)
+        result = tl.where(coefficient == 0.0, total, total - coefficient * bonus)
+        tl.store(loss, result.to(loss.dtype.element_ty))
+        tl.store(metrics, total_of(counts, sequences, BLOCK).to(metrics.dtype.element_ty))
+    else:
+        extreme = tl.where(column <= METRIC_SUMS + 3, smallest, largest)
+        result = tl.where(column <= METRIC_SUMS, total, extreme)
+        tl.store(metrics + column, result.to(metrics.dtype.element_ty))
+
+
+@functools.lru_cache(maxsize=64)
+def _options_on(options: ObjectiveOptions, device: torch.device) -> Tensor:
+    """Kept: copying them at every call would be a transfer at every call."""
+    return torch.tensor(options, dtype=torch.float64, device=device)
+
+
+def objective_arguments(options: ObjectiveOptions, batch: ObjectiveBatch) -> dict[str, Any]:
+    """What the kernels that look at a batch's tokens share."""
+    tokens = batch.mask.shape[0]
+
+    def per_token(value: Tensor | None) -> bool:
+        return value is not None and value.shape[0] == tokens
+
+    return {
+        "options": _options_on(options, batch.mask.device),
+        "old_logp": batch.old_logp,
+        "weight": batch.weight,
+        "advantages": batch.advantages,
+        "policy_weight": batch.policy_weight,
+        "cu_seqlens": batch.cu_seqlens,
+        "width": tokens // max(1, batch.sequences),
+        "ADVANTAGES_PER_TOKEN": per_token(batch.advantages),
+        "POLICY_WEIGHT_PER_TOKEN": per_token(batch.policy_weight),
+        "KIND": int(options.kind),
+        "CLIPS_SEQUENCE": bool(options.clips_sequence),
+    }
+
+
+def policy_objective(
+    logp: Tensor, entropy: Tensor | None, options: ObjectiveOptions, batch: ObjectiveBatch, result: ObjectiveResult
+) -> None:
+    sequences, device = batch.sequences, logp.device
+    shared = objective_arguments(options, batch)
+    counts = torch.empty(sequences, dtype=torch.float64, device=device)
+    log_ratios = None if options.is_token_level else torch.empty_like(counts)
+    sums = torch.empty(sequences, SUMS.value, dtype=torch.float64, device=device)
+    is_geometric = int(options.kind) == GEOMETRIC_KIND
+    sums_sequence = options.level == 2 or (is_geometric and bool(options.clips_sequence))
+    block, num_warps = configs.OBJECTIVE_TOKENS
+    launch = {"BLOCK": block, "num_warps": num_warps}
+    mask = batch.mask.view(torch.uint8)
+    with configs.device_of(logp):
+        if sequences:
+            pool_kernel[(sequences,)](
+                **shared,
+                mask=mask,
+                logp=logp,
+                counts=counts,
+                log_ratios=log_ratios,
+                SUMS_SEQUENCE=sums_sequence,
+                **launch,
+            )
+            objective_kernel[(sequences,)](
+                **shared,
+                mask=mask,
+                logp=logp,
+                entropy=entropy,
+                ref_logp=batch.ref_logp,
+                success_rate=batch.success_rate,
+                counts=counts,
+                log_ratios=log_ratios,
+                normalizer=batch.normalizer,
+                entropy_normalizer=batch.entropy_normalizer,
+                dlogp=result.dlogp if result.dlogp.numel() else None,
+                dentropy=result.dentropy if result.dentropy.numel() else None,
+                sums=sums,
+                sequences=sequences,
+                SUCCESS_RATE_PER_TOKEN=batch.success_rate is not None
+                and batch.success_rate.shape[0] == batch.mask.shape[0],
+                REDUCTION=batch.reduction,
+                ENTROPY_REDUCTION=batch.entropy_reduction,
+                SUMS_SEQUENCE=sums_sequence,
+                HAS_KL=options.kl_coef != 0,
+                **launch,
+            )
+        add_up_kernel[(result.metrics.shape[0],)](
+            shared["options"], counts, sums, result.loss, result.metrics, sequences, **launch
+        )
