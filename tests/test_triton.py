@@ -38,7 +38,13 @@ from rlkernels.ops.rows import (  # noqa: E402
     empty_dlogits,
     empty_row_stats,
 )
-from rlkernels.triton_kernels import configs, prefix_counts, token_stats  # noqa: E402
+from rlkernels.triton_kernels import (  # noqa: E402
+    configs,
+    policy_objective,
+    policy_sweep,
+    prefix_counts,
+    token_stats,
+)
 
 DEVICE = "cpu" if backends.triton_is_interpreted else "cuda"
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -622,6 +628,44 @@ def sweep_compilation(
     return Compilation(name, kernel, types, constants, aligned, launch.num_warps)
 
 
+OBJECTIVE_KINDS = ("clip", "clip detached", "geometric", "cispo", "sapo", "nft", "reinforce")
+
+
+def objective_compilations(kind: int) -> Iterator[Compilation]:
+    """Of packed float32 batches, with all that a batch can hold."""
+    block, num_warps = configs.OBJECTIVE_TOKENS
+    is_geometric = OBJECTIVE_KINDS[kind] == "geometric"
+    flags = {
+        "ADVANTAGES_PER_TOKEN": True,
+        "POLICY_WEIGHT_PER_TOKEN": False,
+        "SUCCESS_RATE_PER_TOKEN": False,
+        "REDUCTION": 1,
+        "ENTROPY_REDUCTION": 0,
+        "KIND": kind,
+        "CLIPS_SEQUENCE": False,
+        "SUMS_SEQUENCE": False,
+        "HAS_KL": True,
+    }
+    number_types = {
+        **dict.fromkeys(("options", "counts", "log_ratios", "normalizer", "entropy_normalizer", "sums"), "*fp64"),
+        **dict.fromkeys(("sequences", "width"), "i32"),
+        "mask": "*u8",
+        "cu_seqlens": "*i64",
+    }
+    for kernel in (policy_objective.pool_kernel, policy_objective.objective_kernel, policy_objective.add_up_kernel):
+        types = {name: number_types.get(name, "*fp32") for name in kernel.arg_names}
+        constants = {name: value for name, value in flags.items() if name in types} | {"BLOCK": block}
+        pointers = tuple(name for name, kind_of in types.items() if kind_of.startswith("*"))
+        yield Compilation(f"{kernel.__name__} {OBJECTIVE_KINDS[kind]}", kernel, types, constants, pointers, num_warps)
+    if is_geometric:
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        job = sweep_compilation(policy_sweep.policy_sweep_kernel, dtype, OBJECTIVE_KINDS[kind], ())
+        names = job.kernel.arg_names
+        types = job.types | {name: number_types[name] for name in number_types if name in names}
+        yield job._replace(types=types, constants=job.constants | {n: v for n, v in flags.items() if n in names})
+
+
 def compilations() -> Iterator[Compilation]:
     passes = (
         (token_stats.token_stats_forward_kernel, "states", Wanted._fields),
@@ -636,6 +680,12 @@ def compilations() -> Iterator[Compilation]:
         yield sweep_compilation(kernel, torch.bfloat16, "logp alone", (of_tiles, "softcap", *optional))
         yield sweep_compilation(kernel, torch.bfloat16, "strided", (of_tiles,), layout="strided")
         yield sweep_compilation(kernel, torch.bfloat16, "strided, tile", (), layout="strided")
+
+    for kind in range(len(OBJECTIVE_KINDS)):
+        yield from objective_compilations(kind)
+    block, num_warps = configs.SCALE
+    types = {"values": "*bf16", "factor": "*fp32", "count": "i32"}
+    yield Compilation("scale_kernel", policy_sweep.scale_kernel, types, {"BLOCK": block}, ("values",), num_warps)
 
     block, num_warps = configs.PREFIX_TOKENS
     for kernel in (prefix_counts.common_prefix_kernel, prefix_counts.sum_from_right_kernel):
