@@ -17,7 +17,7 @@ void sweep_row(const PolicySweepParams& p, const ObjectiveRows<T>& rows, int64_t
   Elem* out = static_cast<Elem*>(p.dlogits) + row * s.vocab;
   if (target == s.ignore_index) {
     write_stats<T>(s.out, row, 0.0, {});
-    std::memset(out, 0, s.vocab * sizeof(Elem));
+    write_zeros<kStream>(s.vocab, out);
     return;
   }
   const RowTransform<T> transform = transform_of_row<T>(s.scaling, row);
@@ -41,7 +41,7 @@ void sweep_row(const PolicySweepParams& p, const ObjectiveRows<T>& rows, int64_t
                                 static_cast<T>(stats.log_s),
                                 static_cast<T>(stats.entropy)};
   if (c.are_zero()) {
-    std::memset(out, 0, s.vocab * sizeof(Elem));
+    write_zeros<kStream>(s.vocab, out);
   } else if (kept) {
     write_kept_gradient<Elem, kStream>(logits, s.vocab, target, transform, c, *kept, out);
   } else {

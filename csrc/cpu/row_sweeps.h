@@ -301,6 +301,17 @@ RLK_INLINE void put(V x, Elem* out) {
   }
 }
 
+template <bool kStream, class Elem>
+void write_zeros(int64_t n, Elem* out) {
+  using V = typename VectorOf<Elem>::type;
+  int64_t i = 0;
+  if (kStream) {
+    for (; i + V::kLanes <= n; i += V::kLanes) V(0).stream(out + i);
+    stream_fence();
+  }
+  std::memset(out + i, 0, (n - i) * sizeof(Elem));
+}
+
 // dx of one segment, without the target's own column.
 template <class V, bool kCapped, bool kStream, class Elem, class T>
 void segment_gradient(const Elem* x, int64_t n, const RowTransform<T>& transform, T m, T a, T b, Elem* out) {

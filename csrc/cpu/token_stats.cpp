@@ -37,7 +37,7 @@ void backward_row(const TokenStatsBackwardParams& p, int64_t row) {
                                 upstream<T>(p.dlse, row),        upstream<T>(p.row_max, row),
                                 upstream<T>(p.log_sum_exp, row), upstream<T>(p.entropy, row)};
   if (p.targets[row] == p.ignore_index || c.are_zero()) {
-    std::memset(static_cast<Elem*>(p.dlogits) + row * p.logits.vocab, 0, p.logits.vocab * sizeof(Elem));
+    write_zeros<kStream>(p.logits.vocab, static_cast<Elem*>(p.dlogits) + row * p.logits.vocab);
     return;
   }
   write_row_gradient<Elem, kStream>(p.logits, row, p.vocab_start, p.targets[row], transform_of_row<T>(p.scaling, row),
