@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -49,6 +50,24 @@ def describe(value: Any) -> str:
 def require_tensor(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {describe(value)}")
+    if type(value).__name__ == "DTensor":
+        raise ValueError(f"{name}: expected a whole tensor, got a DTensor; pass its full_tensor()")
+    if value.is_nested:
+        raise TypeError(f"{name}: expected a dense tensor, got a nested one")
+
+
+def refuse_transforms(function: str, *tensors: Tensor | None) -> None:
+    """Derivatives that kernels do not have must not come out as zeros."""
+    if torch.compiler.is_compiling():
+        return
+    is_forward_mode = forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
+    if is_forward_mode or torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            f"{function}: expected reverse-mode autograd, got a torch.func transform or forward-mode derivatives; "
+            "use set_backend('reference') for those"
+        )
 
 
 def require_strided(name: str, value: Tensor) -> None:

@@ -80,6 +80,7 @@ def policy_loss(
     options = _single_sweep_options(rows, recipe)
     if options is not None:
         fused = objective_batch(batch, segments, recipe, compute_dtype(logits.dtype))
+        checks.refuse_transforms("policy_loss", rows.logits)
         loss, sums, logp, entropy = PolicySweep.apply(rows.logits, rows, options, fused)
         metrics = fused_metrics(sums, batch, options, has_entropy=True)
         return PolicyLoss(loss, metrics, logp.view(targets.shape), entropy.view(targets.shape))
@@ -188,6 +189,7 @@ def _loss_in_parts(
     spans = [slice(part.span.start * width, part.span.stop * width) for part in parts]
     head_bytes = 4 * rows.weight.numel()
     plan = Parts(spans, loss_of, chunk_bytes - head_bytes)
+    checks.refuse_transforms("linear_policy_loss", rows.hidden, rows.weight, rows.bias)
     loss, logp, entropy = GradientInForward.apply(rows.hidden, rows.weight, rows.bias, rows, plan)
     return PolicyLoss(loss, Metrics.merge(metrics), logp.view(segments.shape), entropy.view(segments.shape))
 

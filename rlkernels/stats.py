@@ -139,7 +139,7 @@ def linear_token_stats(
 
 def make_chunk_bytes(chunk_bytes: int | None) -> int:
     checks.require_number("chunk_bytes", DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes, above=0)
-    return DEFAULT_CHUNK_BYTES if chunk_bytes is None else int(chunk_bytes)
+    return DEFAULT_CHUNK_BYTES if chunk_bytes is None else min(int(chunk_bytes), 2**62)
 
 
 def linear_stats(
@@ -186,6 +186,7 @@ def _linear_row_stats(rows: LinearRows, wanted: Wanted, chunk_bytes: int) -> Row
     if backends.choose(rows.hidden.device) == "reference":
         checks.check_row_values(rows.targets, rows.weight.shape[0], rows.ignore_index, *rows[4:7])
         return reference.linear_row_stats(rows)
+    checks.refuse_transforms("linear_token_stats", rows.hidden, rows.weight, rows.bias)
     columns = linear_token_stats_op(*rows, *wanted, *rows.what_to_keep(), chunk_bytes)
     return RowStats(*columns[: len(RowStats._fields)])
 
@@ -194,6 +195,7 @@ def _row_stats(rows: Rows, wanted: Wanted) -> RowStats:
     if backends.choose(rows.logits.device) == "reference":
         checks.check_row_values(rows.targets, rows.logits.shape[-1], rows.ignore_index, *rows[2:5])
         return reference.row_stats(rows)
+    checks.refuse_transforms("token_stats", rows.logits)
     return RowStats(*token_stats_op(*rows, *wanted))
 
 
@@ -235,8 +237,6 @@ def make_linear_rows(
         checks.require_tensor(name, tensor)
         checks.require_strided(name, tensor)
         checks.require_dtype(name, tensor, checks.FLOAT_DTYPES)
-        if type(tensor).__name__ == "DTensor":
-            raise ValueError(f"{name}: expected a whole tensor, got a DTensor; pass its full_tensor()")
     if hidden.ndim == 0 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden: expected shape [..., H] with H >= 1, got {checks.describe(hidden)}")
     if weight.ndim != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
@@ -249,8 +249,10 @@ def make_linear_rows(
         checks.require_shape("bias", bias, (weight.shape[0],))
         checks.require_dtype("bias", bias, (weight.dtype,))
     _check_targets("hidden", hidden, targets, ignore_index)
-    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in (hidden.dtype, weight.dtype):
-        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    device = hidden.device.type
+    is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if is_autocast and torch.float64 not in (hidden.dtype, weight.dtype):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
     elif weight.dtype != hidden.dtype:
         raise TypeError(f"weight: expected {hidden.dtype} like hidden outside autocast, got {checks.describe(weight)}")
     scaling = _scaling(hidden, targets, temperature, softcap, logit_scale)

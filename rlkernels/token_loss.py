@@ -63,6 +63,7 @@ def _fused_loss(
     recipe: Recipe,
     options: ObjectiveOptions,
 ) -> PolicyLoss:
+    checks.refuse_transforms("policy objective", logp, entropy)
     dtype = compute_dtype(logp.dtype)
     flat_entropy = None if entropy is None else entropy.reshape(-1).to(dtype).contiguous()
     flat_logp = logp.reshape(-1).to(dtype).contiguous()

@@ -10,7 +10,9 @@ import pytest
 import torch
 from test_token_stats import IGNORE, device_of
 from torch import Tensor
+from torch.autograd import forward_ad
 
+import rlkernels
 from rlkernels import backends, set_backend, set_checks
 from rlkernels.ops.rows import RowStats, SavedStats, Upstream, Wanted, empty_dlogits, empty_row_stats
 from rlkernels.stats import OUTPUTS, make_rows, token_stats
@@ -307,3 +309,49 @@ def test_checks_on_a_gpu(name: str) -> None:
     set_checks(True)
     with pytest.raises(ValueError, match=message):
         token_stats(**call)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_derivatives_that_kernels_do_not_have_are_refused(backend: str) -> None:
+    """Not zeros, and not an internal error; the reference backend has them."""
+    logits, targets = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
+    batch = rlkernels.PolicyBatch(targets, torch.ones(2))
+    weight = torch.randn(7, 5)
+    functions = {
+        "token_stats": lambda x: rlkernels.token_stats(x, targets).logp,
+        "policy_loss": lambda x: rlkernels.policy_loss(x, batch).loss,
+        "linear_token_stats": lambda x: rlkernels.linear_token_stats(x, weight, targets).logp,
+        "policy objective": lambda x: rlkernels.logp_policy_loss(x[..., 0], batch).loss,
+    }
+    for name, function in functions.items():
+        rlkernels.set_backend("reference")
+        tangent = torch.func.jvp(function, (logits,), (torch.ones_like(logits),))[1]
+        assert tangent.isfinite().all()
+        rlkernels.set_backend(backend)
+        with pytest.raises(RuntimeError, match=f"({name}|token_stats).*reference"):
+            torch.func.jvp(function, (logits,), (torch.ones_like(logits),))
+        with pytest.raises(RuntimeError, match="reference"):
+            torch.func.grad(lambda x, function=function: function(x).sum())(logits)
+        with pytest.raises(RuntimeError, match="reference"), forward_ad.dual_level():
+            function(forward_ad.make_dual(logits, torch.ones_like(logits)))
+
+
+def test_nested_tensors_are_refused() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(1, 4)])
+    with pytest.raises(TypeError, match=r"hidden.*nested"):
+        rlkernels.linear_token_stats(nested, torch.zeros(5, 4), torch.zeros(2, 2, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"logits.*nested"):
+        rlkernels.token_stats(nested, torch.zeros(2, 2, dtype=torch.int64))
+
+
+def test_meta_tensors_have_shapes() -> None:
+    hidden, weight = torch.zeros(2, 3, device="meta"), torch.zeros(5, 3, device="meta")
+    stats = rlkernels.linear_token_stats(hidden, weight, torch.zeros(2, dtype=torch.int64, device="meta"))
+    assert stats.logp.shape == (2,) and stats.logp.device.type == "meta"
+
+
+def test_any_size_of_chunk() -> None:
+    hidden, weight = torch.zeros(2, 3), torch.zeros(5, 3)
+    targets = torch.zeros(2, dtype=torch.int64)
+    for chunk_bytes in (1, 2**63, 1e30):
+        assert rlkernels.linear_token_stats(hidden, weight, targets, chunk_bytes=chunk_bytes).logp.isfinite().all()

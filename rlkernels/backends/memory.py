@@ -28,7 +28,8 @@ def empty_cache() -> None:
 
     Gradients of logits and of heads, and logits kept for backward, are large enough that page faults would cost more
     than the kernels. Their memory, from 4 MiB on, stays with the process when the last tensor in it dies, at most 1 GiB
-    of it, for the next ones of about that size. GPUs: `torch.cuda.empty_cache()`.
+    of it, for the next ones of about that size. A storage in it cannot be resized.
+    GPUs: `torch.cuda.empty_cache()`.
 
     Example:
         >>> import rlkernels
