@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -278,6 +279,16 @@ def test_subclasses_and_callables_take_the_definition() -> None:
     assert objective_options(Mine()) is None
     assert objective_options(lambda logp, batch: -logp) is None
     assert objective_options(GRPO()) is not None
+
+
+@pytest.mark.parametrize("has_fp64", [False, True])
+def test_gpus_without_float64_take_the_definition(has_fp64: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rlkernels.backends, "choose", lambda device: "triton")
+    properties = SimpleNamespace(has_fp64=has_fp64)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: properties)
+    for operation_name in ("policy_objective", "policy_sweep"):
+        assert rlkernels.backends.has(operation_name, torch.device("xpu")) == has_fp64
+    assert rlkernels.backends.has("token_stats", torch.device("xpu"))
 
 
 def test_double_backward_is_refused(generator: Generator) -> None:

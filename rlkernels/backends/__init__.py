@@ -129,8 +129,18 @@ _MODULES = {
 
 
 def has(operation: str, device: torch.device) -> bool:
-    """Whether the backend that serves `device` has kernels for `operation`."""
+    """Whether the backend that serves `device` has kernels for `operation` that run there."""
+    if operation in _FLOAT64_OPERATIONS and not _computes_float64(device):
+        return False
     return operation in _MODULES.get(choose(device), {})
+
+
+_FLOAT64_OPERATIONS = ("policy_objective", "policy_sweep")
+
+
+def _computes_float64(device: torch.device) -> bool:
+    """Some of Intel's GPUs have no float64."""
+    return device.type != "xpu" or bool(torch.xpu.get_device_properties(device).has_fp64)
 
 
 def implementation(operation: str, device: torch.device) -> ModuleType:
