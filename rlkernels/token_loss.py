@@ -9,9 +9,10 @@ from torch import Tensor
 
 from rlkernels import backends, checks
 from rlkernels.batch import PolicyBatch
+from rlkernels.kernel_options import objective_options, reduction_code
 from rlkernels.metrics import Metrics
 from rlkernels.objectives import LOG_RATIO_LIMIT, Objective, PolicyTerms, Tokens
-from rlkernels.ops.objective_options import ObjectiveOptions, objective_options, reduction_code
+from rlkernels.ops.objective_options import ObjectiveOptions
 from rlkernels.ops.policy_objective import MAXIMA, METRICS, MINIMA, ObjectiveBatch, policy_objective
 from rlkernels.ops.rows import compute_dtype
 from rlkernels.recipes import ObjectiveFunction, Recipe

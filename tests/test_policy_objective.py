@@ -15,9 +15,9 @@ from torch import Generator, Tensor
 
 import rlkernels
 from rlkernels import CISPO, GMPO, GRPO, GSPO, NFT, SAPO, GSPOToken, Objective, PolicyBatch, Reinforce
+from rlkernels.kernel_options import objective_options
 from rlkernels.ops import policy_objective as operation
 from rlkernels.ops import policy_sweep as sweep
-from rlkernels.ops.objective_options import objective_options
 from rlkernels.token_loss import objective_batch
 
 OBJECTIVES: dict[str, Objective] = {

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlkernels.ops.objective_options import GEOMETRIC as GEOMETRIC_KIND
-from rlkernels.ops.objective_options import ObjectiveOptions, reduction_code
+from rlkernels.ops import objective_options as fields
+from rlkernels.ops.objective_options import ObjectiveOptions
 from rlkernels.ops.policy_objective import ObjectiveBatch, ObjectiveResult
 from rlkernels.triton_kernels import configs
 from rlkernels.triton_kernels.objective import (
@@ -30,9 +30,9 @@ from rlkernels.triton_kernels.row_math import expm1
 
 _ANY_VALUE = ["sequences", "width"]
 
-TOKEN_MEAN = tl.constexpr(reduction_code("token_mean"))
-SEQ_MEAN_TOKEN_MEAN = tl.constexpr(reduction_code("seq_mean_token_mean"))
-TOKEN_SUM = tl.constexpr(reduction_code("token_sum"))
+TOKEN_MEAN = tl.constexpr(fields.TOKEN_MEAN)
+SEQ_MEAN_TOKEN_MEAN = tl.constexpr(fields.SEQ_MEAN_TOKEN_MEAN)
+TOKEN_SUM = tl.constexpr(fields.TOKEN_SUM)
 
 # a sequence's sums: value, entropy, then those of METRICS after the count, then three minima and three maxima
 SUMS = tl.constexpr(17)
@@ -55,6 +55,14 @@ def load_per(pointer, i, b, inside, default, PER_TOKEN: tl.constexpr):
         return load_wide(pointer, i, inside, default)
     else:
         return load_wide(pointer, i * 0 + b, inside, default)
+
+
+@triton.jit
+def log_ratio(token_logp, old_logp, i, inside):
+    if old_logp is None:
+        return token_logp - token_logp
+    else:
+        return token_logp - load_wide(old_logp, i, inside, 0.0)
 
 
 @triton.jit
@@ -126,7 +134,7 @@ def pool_kernel(
         count += tl.sum(used.to(tl.float64), axis=0)
         if log_ratios is not None:
             token_logp = load_wide(logp, i, used, 0.0)
-            d = token_logp - load_wide(old_logp, i, used, 0.0) if old_logp is not None else token_logp - token_logp
+            d = log_ratio(token_logp, old_logp, i, used)
             a = selected_advantage(
                 load_per(advantages, i, b, used, 0.0, ADVANTAGES_PER_TOKEN),
                 load_wide(weight, i, used, 1.0),
@@ -202,7 +210,7 @@ def objective_kernel(
         inside = i < end
         used = tl.load(mask + i, mask=inside, other=0) != 0
         token_logp = load_wide(logp, i, used, 0.0)
-        d = token_logp - load_wide(old_logp, i, used, 0.0) if old_logp is not None else token_logp - token_logp
+        d = log_ratio(token_logp, old_logp, i, used)
         x = d
         if log_ratios is not None:
             x = tl.zeros_like(d) + tl.load(log_ratios + b)
@@ -254,7 +262,7 @@ def objective_kernel(
             i = first + tl.arange(0, BLOCK).to(tl.int64)
             used = tl.load(mask + i, mask=i < end, other=0) != 0
             token_logp = load_wide(logp, i, used, 0.0)
-            d = token_logp - load_wide(old_logp, i, used, 0.0) if old_logp is not None else token_logp - token_logp
+            d = log_ratio(token_logp, old_logp, i, used)
             a = selected_advantage(
                 load_per(advantages, i, b, used, 0.0, ADVANTAGES_PER_TOKEN),
                 load_wide(weight, i, used, 1.0),
@@ -349,7 +357,7 @@ def policy_objective(
     counts = torch.empty(sequences, dtype=torch.float64, device=device)
     log_ratios = None if options.is_token_level else torch.empty_like(counts)
     sums = torch.empty(sequences, SUMS.value, dtype=torch.float64, device=device)
-    is_geometric = int(options.kind) == GEOMETRIC_KIND
+    is_geometric = int(options.kind) == fields.GEOMETRIC
     sums_sequence = options.level == 2 or (is_geometric and bool(options.clips_sequence))
     block, num_warps = configs.OBJECTIVE_TOKENS
     launch = {"BLOCK": block, "num_warps": num_warps}

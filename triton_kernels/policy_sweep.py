@@ -17,6 +17,7 @@ from rlkernels.triton_kernels.policy_objective import (
     denominator,
     load_per,
     load_wide,
+    log_ratio,
     objective_arguments,
     pool_kernel,
     reduction_scale,
@@ -143,7 +144,7 @@ def policy_sweep_kernel(
         )
         used = row >= 0
         wide_logp = row_logp.to(tl.float64)
-        d = wide_logp - load_wide(old_logp, row, used, 0.0) if old_logp is not None else wide_logp - wide_logp
+        d = log_ratio(wide_logp, old_logp, row, used)
         _loss, dx, direct, _ratio, _kl, _low, _high = objective_terms(
             options,
             wide_logp,
