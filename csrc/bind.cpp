@@ -187,7 +187,6 @@ PYBIND11_MODULE(_native, m) {
 
   py::class_<rlk::ObjectiveOptions>(m, "ObjectiveOptions").def(py::init(&objective_options));
   py::class_<rlk::PolicyObjectiveParams>(m, "PolicyObjectiveParams").def(py::init(&policy_objective_params));
-  m.attr("objective_metrics") = static_cast<int>(rlk::kObjectiveMetrics);
   m.def("policy_objective", &rlk::policy_objective, py::arg("params"), py::call_guard<py::gil_scoped_release>());
 
   m.def(

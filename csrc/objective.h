@@ -28,8 +28,12 @@ enum class ObjectiveKind : int {
   kCispo,
   kSapo,
   kNft,
-  kReinforce
+  kReinforce,
+  kGeometricSequence  // kGeometric where clips_sequence, told apart when compiling; not a code
 };
+constexpr bool is_geometric(ObjectiveKind kind) {
+  return kind == ObjectiveKind::kGeometric || kind == ObjectiveKind::kGeometricSequence;
+}
 enum class Level : int { kToken, kSequenceMean, kSequenceProduct };
 enum class KlEstimator : int { kK1 = 1, kK2 = 2, kK3 = 3 };
 enum class PromptWeight : int { kFailureRate, kSqrtFailureOdds, kUniform };
@@ -100,13 +104,16 @@ HOST_DEVICE Exp exponential(double x) {
   return {scale * whole, scale * q + (scale - 1)};
 }
 
+// Conditions are joined by products and choices made by sums: && and uniform branches keep loops from vectorising.
+HOST_DEVICE double indicator(bool condition) { return condition ? 1.0 : 0.0; }
+
 // A clamp keeps NaN; its slope is 1 from bound to bound.
 struct Clamped {
   double value, slope;
 };
 HOST_DEVICE Clamped clamped(double x, double low, double high) {
   const double above = x < low ? low : x;
-  return {above > high ? high : above, x >= low && x <= high ? 1.0 : 0.0};
+  return {above > high ? high : above, indicator(x >= low) * indicator(x <= high)};
 }
 
 struct Ratio {
@@ -123,43 +130,44 @@ struct ObjectiveToken {
 
   HOST_DEVICE double log_ratio() const { return logp - old_logp; }
   // 0 selects away, so that an infinite advantage has no gradient either
-  HOST_DEVICE double selected_advantage() const { return weight == 0 || policy_weight == 0 ? 0.0 : advantage; }
+  HOST_DEVICE double selected_advantage() const {
+    return indicator(weight == 0) + indicator(policy_weight == 0) != 0 ? 0.0 : advantage;
+  }
 };
 
+// GMPO's clip, on the side where the advantage pushes.
+HOST_DEVICE Clamped clipped_log_ratio(const ObjectiveOptions& o, double log_ratio, double a) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  const double low = a > 0 ? -infinity : o.log_ratio_min, high = a > 0 ? o.log_ratio_max : infinity;
+  return clamped(log_ratio, low, high);
+}
+
 // What d adds to its sequence's sum, and d of that / dd. Token-level objectives have x = d.
+template <ObjectiveKind kKind>
 HOST_DEVICE Clamped pooled_log_ratio(const ObjectiveOptions& o, const ObjectiveToken& token) {
   const double d = token.log_ratio();
-  if (o.kind != ObjectiveKind::kGeometric) return {d, 1.0};
+  if (!is_geometric(kKind)) return {d, 1.0};
   const Clamped limited = clamped(d, -o.log_ratio_clamp, o.log_ratio_clamp);
-  if (o.clips_sequence) return limited;
-  const bool rises = token.selected_advantage() > 0;
-  const double infinity = std::numeric_limits<double>::infinity();
-  const Clamped clipped =
-      clamped(limited.value, rises ? -infinity : o.log_ratio_min, rises ? o.log_ratio_max : infinity);
+  if (kKind == ObjectiveKind::kGeometricSequence) return limited;
+  const Clamped clipped = clipped_log_ratio(o, limited.value, token.selected_advantage());
   return {clipped.value, clipped.slope * limited.slope};
 }
 
 struct ObjectiveTerms {
   double loss, dx, dlogp;  // L and its two derivatives
   double ratio, kl;
-  bool clipped_low, clipped_high;
+  double clipped_low, clipped_high;  // 1 or 0
 };
 
 template <ObjectiveKind kKind>
 HOST_DEVICE ObjectiveTerms policy_terms(const ObjectiveOptions& o, const ObjectiveToken& token, double x,
                                         double length) {
   const double a = token.selected_advantage();
-  if (kKind == ObjectiveKind::kGeometric) {
-    Clamped mean = {x, 1.0};
-    double low = token.log_ratio(), high = low;
-    if (o.clips_sequence) {
-      low = high = x;
-      mean = a > 0 ? clamped(x, -std::numeric_limits<double>::infinity(), o.log_ratio_max)
-                   : clamped(x, o.log_ratio_min, std::numeric_limits<double>::infinity());
-      mean = {mean.value / length, mean.slope / length};
-    } else {
-      low = high = clamped(low, -o.log_ratio_clamp, o.log_ratio_clamp).value;
-    }
+  if (is_geometric(kKind)) {
+    const bool of_sequence = kKind == ObjectiveKind::kGeometricSequence;
+    const Clamped clipped = clipped_log_ratio(o, x, a);
+    const Clamped mean = {of_sequence ? clipped.value / length : x, of_sequence ? clipped.slope / length : 1.0};
+    const double at = of_sequence ? x : clamped(token.log_ratio(), -o.log_ratio_clamp, o.log_ratio_clamp).value;
     const Ratio r = limited_exp(mean.value);
     const double dratio = r.slope * mean.slope;
     return {-a * r.value,
@@ -167,8 +175,8 @@ HOST_DEVICE ObjectiveTerms policy_terms(const ObjectiveOptions& o, const Objecti
             0.0,
             r.value,
             dratio,
-            a < 0 && low < o.log_ratio_min,
-            a > 0 && high > o.log_ratio_max};
+            indicator(a < 0) * indicator(at < o.log_ratio_min),
+            indicator(a > 0) * indicator(at > o.log_ratio_max)};
   }
   const Clamped y = clamped(x, -o.log_ratio_clamp, o.log_ratio_clamp);
   if (kKind == ObjectiveKind::kNft) {
@@ -186,37 +194,47 @@ HOST_DEVICE ObjectiveTerms policy_terms(const ObjectiveOptions& o, const Objecti
     // the floor is for the value; the gradient passes straight through
     const double value = is_correct ? -bounded.value : -o.negative_weight * std::log(floored);
     const double dvalue = is_correct ? -slope : o.negative_weight * q / (1 - q) * r.slope * slope / floored;
-    return {w * value, w * dvalue, 0.0, r.value, r.slope * slope, !is_correct && negative < o.min_ratio, false};
+    return {w * value, w * dvalue, 0.0, r.value, r.slope * slope, indicator(a <= 0) * indicator(negative < o.min_ratio),
+            0.0};
   }
   const Ratio r = limited_exp(y.value);
   const double dratio = r.slope * y.slope;
   if (kKind == ObjectiveKind::kCispo) {
     const double w = clamped(r.value, o.ratio_min, o.ratio_max).value;
-    return {-w * a * token.logp, 0.0, -w * a, r.value, dratio, r.value<o.ratio_min, r.value> o.ratio_max};
+    return {-w * a * token.logp,
+            0.0,
+            -w * a,
+            r.value,
+            dratio,
+            indicator(r.value < o.ratio_min),
+            indicator(r.value > o.ratio_max)};
   }
   if (kKind == ObjectiveKind::kSapo) {
     const double tau = a > 0 ? o.tau_pos : o.tau_neg;
     const Clamped steep = clamped(-tau * (r.value - 1), -700.0, 700.0);
     const double gate = 1 / (1 + exponential(steep.value).value);
-    return {-a * (4 / tau) * gate, -a * 4 * gate * (1 - gate) * dratio, 0.0, r.value, dratio, false, false};
+    return {-a * (4 / tau) * gate, -a * 4 * gate * (1 - gate) * dratio, 0.0, r.value, dratio, 0.0, 0.0};
   }
-  if (kKind == ObjectiveKind::kReinforce) return {-a * token.logp, 0.0, -a, r.value, dratio, false, false};
+  if (kKind == ObjectiveKind::kReinforce) return {-a * token.logp, 0.0, -a, r.value, dratio, 0.0, 0.0};
   const double capped = r.value > o.ratio_cap ? o.ratio_cap : r.value;
   const Clamped clip = clamped(r.value, o.ratio_min, o.ratio_max);
   const double free = -capped * a, bound = -clip.value * a;
   const double dfree = r.value <= o.ratio_cap ? -a : 0.0, dbound = -a * clip.slope;
   // torch halves a tie between the two branches
-  double value = free > bound || free != free ? free : bound;
-  double dvalue = free > bound ? dfree : free < bound ? dbound : (dfree + dbound) / 2;
-  const double dual = -o.dual_clip * a;
-  if (a < 0 && value > dual) {
-    value = dual;
-    dvalue = 0;
-  }
+  const double unlimited = free <= bound ? bound : free;
+  const double dunlimited = free > bound ? dfree : free < bound ? dbound : (dfree + dbound) / 2;
+  const double dual = a < 0 ? -o.dual_clip * a : std::numeric_limits<double>::infinity();
+  const double value = unlimited > dual ? dual : unlimited;
+  const double dvalue = unlimited > dual ? 0.0 : dunlimited;
   // GSPO-token's ratio follows the token's own logp
   const bool detached = kKind == ObjectiveKind::kClipDetached;
-  return {value,  detached ? 0.0 : dvalue * dratio, detached ? dvalue * r.value : 0.0, r.value,
-          dratio, a < 0 && r.value < o.ratio_min,   a > 0 && r.value > o.ratio_max};
+  return {value,
+          detached ? 0.0 : dvalue * dratio,
+          detached ? dvalue * r.value : 0.0,
+          r.value,
+          dratio,
+          indicator(a < 0) * indicator(r.value < o.ratio_min),
+          indicator(a > 0) * indicator(r.value > o.ratio_max)};
 }
 
 // In place of `kl`, policy_terms leaves d ratio / dx; here it becomes the estimate.
@@ -234,33 +252,23 @@ HOST_DEVICE ObjectiveTerms objective_terms(const ObjectiveOptions& o, const Obje
     const double limit = o.log_ratio_clamp < kLogRatioLimit ? o.log_ratio_clamp : kLogRatioLimit;
     const Clamped z = clamped(token.ref_logp - token.logp, -limit, limit);
     const double e = exponential(z.value).minus_one;
-    double kl, dz;
-    switch (o.kl_estimator) {
-      case KlEstimator::kK1:
-        kl = -z.value;
-        dz = -1;
-        break;
-      case KlEstimator::kK2:
-        kl = 0.5 * z.value * z.value;
-        dz = z.value;
-        break;
-      default:
-        kl = e - z.value;
-        dz = e;
-    }
+    const double k1 = indicator(o.kl_estimator == KlEstimator::kK1);
+    const double k2 = indicator(o.kl_estimator == KlEstimator::kK2);
+    const double k3 = indicator(o.kl_estimator == KlEstimator::kK3);
+    const double kl = k2 * 0.5 * z.value * z.value + k3 * e - (k1 + k3) * z.value;
+    const double dz = k2 * z.value + k3 * e - k1;
     const Clamped estimate = clamped(kl, -o.kl_clamp, o.kl_clamp);
     const double dlogp = -dz * z.slope * estimate.slope;
-    const double factor = o.kl_importance_weighted ? terms.ratio : 1.0;
+    const double weighted = indicator(o.kl_importance_weighted);
+    const double factor = weighted * terms.ratio + (1 - weighted);
     terms.kl = estimate.value * factor;
     terms.loss += o.kl_coef * terms.kl;
     terms.dlogp += o.kl_coef * dlogp * factor;
-    if (o.kl_importance_weighted) {
-      const double dfactor = o.kl_coef * estimate.value;
-      if (kKind == ObjectiveKind::kClipDetached) {
-        terms.dlogp += dfactor * terms.ratio;
-      } else {
-        terms.dx += dfactor * dratio;
-      }
+    const double dfactor = weighted * o.kl_coef * estimate.value;
+    if (kKind == ObjectiveKind::kClipDetached) {
+      terms.dlogp += dfactor * terms.ratio;
+    } else {
+      terms.dx += dfactor * dratio;
     }
   }
   terms.loss = scaled(terms.loss, token.weight);

@@ -17,7 +17,6 @@ class PolicyObjectiveParams:
     def __init__(self, **fields: object) -> None: ...
 
 row_state_bytes: int
-objective_metrics: int
 idle_limit: int
 
 def idle_bytes() -> int: ...

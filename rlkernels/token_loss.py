@@ -13,7 +13,7 @@ from rlkernels.kernel_options import objective_options, reduction_code
 from rlkernels.metrics import Metrics
 from rlkernels.objectives import LOG_RATIO_LIMIT, Objective, PolicyTerms, Tokens
 from rlkernels.ops.objective_options import ObjectiveOptions
-from rlkernels.ops.policy_objective import MAXIMA, METRICS, MINIMA, ObjectiveBatch, policy_objective
+from rlkernels.ops.policy_objective import MAXIMA, METRICS, MINIMA, ObjectiveBatch, PolicyObjective
 from rlkernels.ops.rows import compute_dtype
 from rlkernels.recipes import ObjectiveFunction, Recipe
 from rlkernels.reductions import Normalizer, check_reduction, reduce_tokens
@@ -71,7 +71,7 @@ def _fused_loss(
     wants_gradient = any(value is not None and value.requires_grad for value in (flat_logp, flat_entropy))
     need_grad = torch.is_grad_enabled() and wants_gradient
     fused = objective_batch(batch, segments, recipe, dtype)
-    loss, sums, *_ = policy_objective(flat_logp, flat_entropy, list(options), *fused, need_grad)
+    loss, sums = PolicyObjective.apply(flat_logp, flat_entropy, options, fused, need_grad)
     metrics = fused_metrics(sums, batch, options, has_entropy=entropy is not None)
     return PolicyLoss(loss, metrics, logp.detach(), None if entropy is None else entropy.detach())
 

@@ -13,14 +13,15 @@ namespace rlk {
 namespace RLK_ISA {
 
 template <class Function>
-void with_kind(ObjectiveKind kind, Function function) {
+void with_kind(const ObjectiveOptions& options, Function function) {
   using K = ObjectiveKind;
-  switch (kind) {
+  switch (options.kind) {
     case K::kClip:
       return function(std::integral_constant<K, K::kClip>{});
     case K::kClipDetached:
       return function(std::integral_constant<K, K::kClipDetached>{});
     case K::kGeometric:
+      if (options.clips_sequence) return function(std::integral_constant<K, K::kGeometricSequence>{});
       return function(std::integral_constant<K, K::kGeometric>{});
     case K::kCispo:
       return function(std::integral_constant<K, K::kCispo>{});
@@ -30,6 +31,8 @@ void with_kind(ObjectiveKind kind, Function function) {
       return function(std::integral_constant<K, K::kNft>{});
     case K::kReinforce:
       return function(std::integral_constant<K, K::kReinforce>{});
+    case K::kGeometricSequence:
+      break;
   }
 }
 
@@ -38,14 +41,9 @@ class ObjectiveRows {
  public:
   explicit ObjectiveRows(const PolicyObjectiveParams& params) : p(params), counts_(params.sequences) {
     double tokens = 0;
-    const bool pools = !p.options.is_token_level();
-    if (pools) log_ratios_.resize(p.sequences);
     for (int64_t b = 0; b < p.sequences; ++b) {
-      int64_t count = 0;
-      for (int64_t i = begin(b); i < end(b); ++i) count += p.mask[i] != 0;
-      counts_[b] = static_cast<double>(count);
+      counts_[b] = static_cast<double>(end(b) - begin(b) - std::count(p.mask + begin(b), p.mask + end(b), uint8_t{0}));
       tokens += counts_[b];
-      if (pools) log_ratios_[b] = pooled(b);
     }
     loss_denominator_ = denominator(p.reduction, p.normalizer, tokens);
     entropy_denominator_ = denominator(p.entropy_reduction, p.entropy_normalizer, tokens);
@@ -61,46 +59,23 @@ class ObjectiveRows {
 
   double count(int64_t b) const { return counts_[b]; }
   double length(int64_t b) const { return std::max(counts_[b], 1.0); }
-  // The sequence's sum or mean of d.
-  double log_ratio(int64_t b) const { return log_ratios_.empty() ? 0.0 : log_ratios_[b]; }
   // What a token's loss, and its entropy, is multiplied by on the way to the batch's loss.
   double loss_scale(int64_t b) const { return scale(b, p.reduction, loss_denominator_); }
   double entropy_scale(int64_t b) const { return scale(b, p.entropy_reduction, entropy_denominator_); }
 
-  // A masked token is replaced before arithmetic by one whose terms are finite.
-  RLK_INLINE ObjectiveToken token(int64_t i, int64_t b, bool used) const {
-    const double logp = at(p.logp, i);
-    return token_at(i, b, used, logp);
+  ObjectiveToken token(int64_t i, double logp) const {
+    const int64_t b = sequence_of(i);
+    return {logp,
+            p.old_logp ? at(p.old_logp, i) : logp,
+            p.ref_logp ? at(p.ref_logp, i) : 0.0,
+            at(p.advantages, p.advantages_per_token ? i : b),
+            p.weight ? at(p.weight, i) : 1.0,
+            p.policy_weight ? at(p.policy_weight, p.policy_weight_per_token ? i : b) : 1.0,
+            p.success_rate ? at(p.success_rate, p.success_rate_per_token ? i : b) : 0.5};
   }
-  RLK_INLINE ObjectiveToken token_at(int64_t i, int64_t b, bool used, double logp) const {
-    const ObjectiveToken token = {logp,
-                                  p.old_logp ? at(p.old_logp, i) : logp,
-                                  p.ref_logp ? at(p.ref_logp, i) : 0.0,
-                                  at(p.advantages, p.advantages_per_token ? i : b),
-                                  p.weight ? at(p.weight, i) : 1.0,
-                                  p.policy_weight ? at(p.policy_weight, p.policy_weight_per_token ? i : b) : 1.0,
-                                  p.success_rate ? at(p.success_rate, p.success_rate_per_token ? i : b) : 0.5};
-    const ObjectiveToken nothing = {0, 0, 0, 0, 1, 1, 0.5};
-    return {used ? token.logp : nothing.logp,
-            used ? token.old_logp : nothing.old_logp,
-            used ? token.ref_logp : nothing.ref_logp,
-            used ? token.advantage : nothing.advantage,
-            used ? token.weight : nothing.weight,
-            used ? token.policy_weight : nothing.policy_weight,
-            used ? token.success_rate : nothing.success_rate};
-  }
-  RLK_INLINE double entropy(int64_t i) const { return p.entropy ? at(p.entropy, i) : 0.0; }
 
  private:
-  static RLK_INLINE double at(const void* values, int64_t i) { return static_cast<const T*>(values)[i]; }
-
-  double pooled(int64_t b) const {
-    double total = 0;
-    for (int64_t i = begin(b); i < end(b); ++i) {
-      if (p.mask[i]) total += pooled_log_ratio(p.options, token(i, b, true)).value;
-    }
-    return p.options.sums_sequence() ? total : total / length(b);
-  }
+  static double at(const void* values, int64_t i) { return static_cast<const T*>(values)[i]; }
 
   double denominator(Reduction reduction, const double* normalizer, double tokens) const {
     const double own = reduction == Reduction::kTokenMean  ? tokens
@@ -115,7 +90,7 @@ class ObjectiveRows {
   }
 
   const PolicyObjectiveParams& p;
-  std::vector<double> counts_, log_ratios_;
+  std::vector<double> counts_;
   double loss_denominator_, entropy_denominator_;
 };
 

@@ -32,7 +32,7 @@ void sweep_row(const PolicySweepParams& p, const ObjectiveRows<T>& rows, int64_t
 
   const int64_t b = rows.sequence_of(row);
   // rounded as the statistics are stored, so that the coefficients are those of two sweeps
-  const ObjectiveToken token = rows.token_at(row, b, true, static_cast<T>(stats.logp));
+  const ObjectiveToken token = rows.token(row, static_cast<T>(stats.logp));
   const ObjectiveTerms terms = objective_terms<kKind>(o, token, token.log_ratio(), 1.0);
   const RowCoefficients<T> c = {static_cast<T>(rows.loss_scale(b) * (terms.dlogp + terms.dx)),
                                 static_cast<T>(-o.entropy_coef * rows.entropy_scale(b)),
@@ -59,7 +59,7 @@ void sweep(const PolicySweepParams& p) {
   const bool keeps = sizeof(Elem) < sizeof(T) && p.stats.scaling.softcap == nullptr && logits.stride_vocab == 1;
   std::vector<KeptRow<T>> kept;
   for (int i = 0; keeps && i < std::min<int64_t>(p.stats.threads, logits.rows()); ++i) kept.emplace_back(logits.vocab);
-  with_kind(p.objective.options.kind, [&](auto kind) {
+  with_kind(p.objective.options, [&](auto kind) {
     for_each_row_of_worker(
         logits.rows(), rows_per_piece(logits, sizeof(Elem)), p.stats.threads, [&](int worker, int64_t row) {
           sweep_row<Elem, kStream, kEntropy, decltype(kind)::value>(p, rows, row, keeps ? &kept[worker] : nullptr);
