@@ -643,16 +643,17 @@ def objective_compilations(kind: int) -> Iterator[Compilation]:
         "ENTROPY_REDUCTION": 0,
         "KIND": kind,
         "CLIPS_SEQUENCE": False,
+        "POOLS": OBJECTIVE_KINDS[kind] in ("clip detached", "geometric"),
         "SUMS_SEQUENCE": False,
         "HAS_KL": True,
     }
     number_types = {
-        **dict.fromkeys(("options", "counts", "log_ratios", "normalizer", "entropy_normalizer", "sums"), "*fp64"),
-        **dict.fromkeys(("sequences", "width"), "i32"),
+        **dict.fromkeys(("options", "counts", "normalizer", "entropy_normalizer", "sums"), "*fp64"),
+        **dict.fromkeys(("tokens", "sequences", "width"), "i32"),
         "mask": "*u8",
         "cu_seqlens": "*i64",
     }
-    for kernel in (policy_objective.pool_kernel, policy_objective.objective_kernel, policy_objective.add_up_kernel):
+    for kernel in (policy_objective.count_kernel, policy_objective.objective_kernel, policy_objective.add_up_kernel):
         types = {name: number_types.get(name, "*fp32") for name in kernel.arg_names}
         constants = {name: value for name, value in flags.items() if name in types} | {"BLOCK": block}
         pointers = tuple(name for name, kind_of in types.items() if kind_of.startswith("*"))

@@ -1,7 +1,7 @@
 """From per-token statistics to a loss, its coefficients and its metrics, as csrc/cpu/policy_objective.cpp.
 
-Three launches: one program a sequence for what objectives and denominators need of whole sequences, one program a
-sequence for its tokens, one program that adds the sequences up. No atomics: the same bits every time.
+Two launches: one program a sequence for its tokens, then one program a metric that adds the sequences up; Triton has no
+barrier between programs that works everywhere. No atomics: the same bits every time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from rlkernels.triton_kernels.objective import (
 )
 from rlkernels.triton_kernels.row_math import expm1
 
-_ANY_VALUE = ["sequences", "width"]
+_ANY_VALUE = ["tokens", "sequences", "width"]
 
 TOKEN_MEAN = tl.constexpr(fields.TOKEN_MEAN)
 SEQ_MEAN_TOKEN_MEAN = tl.constexpr(fields.SEQ_MEAN_TOKEN_MEAN)
 TOKEN_SUM = tl.constexpr(fields.TOKEN_SUM)
 
-# a sequence's sums: value, entropy, then those of METRICS after the count, then three minima and three maxima
-SUMS = tl.constexpr(17)
-METRIC_SUMS = tl.constexpr(9)
+# a sequence's sums: value, entropy, then those of METRICS, then three minima and three maxima
+SUMS = tl.constexpr(18)
+METRIC_SUMS = tl.constexpr(10)
 
 
 @triton.jit
@@ -103,50 +103,46 @@ def total_of(counts, sequences, BLOCK: tl.constexpr):
     return total
 
 
+@triton.jit
+def count_trained(mask, begin, end, BLOCK: tl.constexpr):
+    count = tl.full((), 0.0, tl.float64)
+    for first in range(begin, end, BLOCK):
+        i = first + tl.arange(0, BLOCK).to(tl.int64)
+        count += tl.sum((tl.load(mask + i, mask=i < end, other=0) != 0).to(tl.float64), axis=0)
+    return count
+
+
 @triton.jit(do_not_specialize=_ANY_VALUE)
-def pool_kernel(
+def count_kernel(mask, cu_seqlens, counts, width, BLOCK: tl.constexpr):
+    """The number of each sequence's trained tokens."""
+    b = tl.program_id(0).to(tl.int64)
+    begin, end = sequence_range(cu_seqlens, b, width)
+    tl.store(counts + b, count_trained(mask, begin, end, BLOCK))
+
+
+@triton.jit
+def pooled_of_token(
     options,
-    mask,
     logp,
     old_logp,
     weight,
     advantages,
     policy_weight,
-    cu_seqlens,
-    counts,
-    log_ratios,
-    width,
+    i,
+    b,
+    used,
     ADVANTAGES_PER_TOKEN: tl.constexpr,
     POLICY_WEIGHT_PER_TOKEN: tl.constexpr,
     KIND: tl.constexpr,
     CLIPS_SEQUENCE: tl.constexpr,
-    SUMS_SEQUENCE: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """The number of a sequence's trained tokens, and the sum or mean of their log ratios."""
-    b = tl.program_id(0).to(tl.int64)
-    begin, end = sequence_range(cu_seqlens, b, width)
-    count = tl.full((), 0.0, tl.float64)
-    total = tl.full((), 0.0, tl.float64)
-    for first in range(begin, end, BLOCK):
-        i = first + tl.arange(0, BLOCK).to(tl.int64)
-        used = tl.load(mask + i, mask=i < end, other=0) != 0
-        count += tl.sum(used.to(tl.float64), axis=0)
-        if log_ratios is not None:
-            token_logp = load_wide(logp, i, used, 0.0)
-            d = log_ratio(token_logp, old_logp, i, used)
-            a = selected_advantage(
-                load_per(advantages, i, b, used, 0.0, ADVANTAGES_PER_TOKEN),
-                load_wide(weight, i, used, 1.0),
-                load_per(policy_weight, i, b, used, 1.0, POLICY_WEIGHT_PER_TOKEN),
-            )
-            pooled, _slope = pooled_log_ratio(options, d, a, KIND, CLIPS_SEQUENCE)
-            total += tl.sum(tl.where(used, pooled, 0.0), axis=0)
-    tl.store(counts + b, count)
-    if log_ratios is not None:
-        if not SUMS_SEQUENCE:
-            total = total / tl.maximum(count, 1.0)
-        tl.store(log_ratios + b, total)
+    d = log_ratio(load_wide(logp, i, used, 0.0), old_logp, i, used)
+    a = selected_advantage(
+        load_per(advantages, i, b, used, 0.0, ADVANTAGES_PER_TOKEN),
+        load_wide(weight, i, used, 1.0),
+        load_per(policy_weight, i, b, used, 1.0, POLICY_WEIGHT_PER_TOKEN),
+    )
+    return pooled_log_ratio(options, d, a, KIND, CLIPS_SEQUENCE)
 
 
 @triton.jit(do_not_specialize=_ANY_VALUE)
@@ -162,13 +158,12 @@ def objective_kernel(
     policy_weight,
     success_rate,
     cu_seqlens,
-    counts,
-    log_ratios,
     normalizer,
     entropy_normalizer,
     dlogp,
     dentropy,
     sums,
+    tokens,
     sequences,
     width,
     ADVANTAGES_PER_TOKEN: tl.constexpr,
@@ -178,6 +173,7 @@ def objective_kernel(
     ENTROPY_REDUCTION: tl.constexpr,
     KIND: tl.constexpr,
     CLIPS_SEQUENCE: tl.constexpr,
+    POOLS: tl.constexpr,
     SUMS_SEQUENCE: tl.constexpr,
     HAS_KL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -185,13 +181,37 @@ def objective_kernel(
     """A sequence's coefficients, and what it adds to the loss and the metrics."""
     b = tl.program_id(0).to(tl.int64)
     begin, end = sequence_range(cu_seqlens, b, width)
-    count = tl.load(counts + b)
+    count = count_trained(mask, begin, end, BLOCK)
     length = tl.maximum(count, 1.0)
-    tokens = total_of(counts, sequences, BLOCK)
-    scale = reduction_scale(length, denominator(normalizer, tokens, sequences, REDUCTION), REDUCTION)
+    # a byte a token from the cache, for each sequence: cheaper than a launch that counts
+    trained = count_trained(mask, 0, tokens, BLOCK)
+    scale = reduction_scale(length, denominator(normalizer, trained, sequences, REDUCTION), REDUCTION)
     entropy_scale = reduction_scale(
-        length, denominator(entropy_normalizer, tokens, sequences, ENTROPY_REDUCTION), ENTROPY_REDUCTION
+        length, denominator(entropy_normalizer, trained, sequences, ENTROPY_REDUCTION), ENTROPY_REDUCTION
     )
+    x_of_sequence = tl.full((), 0.0, tl.float64)
+    if POOLS:
+        for first in range(begin, end, BLOCK):
+            i = first + tl.arange(0, BLOCK).to(tl.int64)
+            used = tl.load(mask + i, mask=i < end, other=0) != 0
+            pooled, _slope = pooled_of_token(
+                options,
+                logp,
+                old_logp,
+                weight,
+                advantages,
+                policy_weight,
+                i,
+                b,
+                used,
+                ADVANTAGES_PER_TOKEN,
+                POLICY_WEIGHT_PER_TOKEN,
+                KIND,
+                CLIPS_SEQUENCE,
+            )
+            x_of_sequence += tl.sum(tl.where(used, pooled, 0.0), axis=0)
+        if not SUMS_SEQUENCE:
+            x_of_sequence = x_of_sequence / length
     value = tl.full((), 0.0, tl.float64)
     through_x = value
     sum_entropy = value
@@ -212,8 +232,8 @@ def objective_kernel(
         token_logp = load_wide(logp, i, used, 0.0)
         d = log_ratio(token_logp, old_logp, i, used)
         x = d
-        if log_ratios is not None:
-            x = tl.zeros_like(d) + tl.load(log_ratios + b)
+        if POOLS:
+            x = tl.zeros_like(d) + x_of_sequence
         token_weight = load_wide(weight, i, used, 1.0)
         token_policy_weight = load_per(policy_weight, i, b, used, 1.0, POLICY_WEIGHT_PER_TOKEN)
         loss, dx, direct, ratio, kl, low, high = objective_terms(
@@ -247,61 +267,69 @@ def objective_kernel(
         largest = tl.maximum(largest, tl.max(tl.where(used, ratio, float("-inf")), axis=0))
         if dlogp is not None:
             coefficient = direct
-            if log_ratios is None:
+            if not POOLS:
                 coefficient = direct + dx
             coefficient = tl.where(used, scale * coefficient, 0.0)
             tl.store(dlogp + i, coefficient.to(dlogp.dtype.element_ty), mask=inside)
         if dentropy is not None:
             bonus = tl.where(used, -tl.load(options + ENTROPY_COEF) * entropy_scale, 0.0)
             tl.store(dentropy + i, bonus.to(dentropy.dtype.element_ty), mask=inside)
-    if dlogp is not None and log_ratios is not None:
+    if dlogp is not None and POOLS:
         through_sequence = scale * through_x
         if not SUMS_SEQUENCE:
             through_sequence = through_sequence / length
         for first in range(begin, end, BLOCK):
             i = first + tl.arange(0, BLOCK).to(tl.int64)
             used = tl.load(mask + i, mask=i < end, other=0) != 0
-            token_logp = load_wide(logp, i, used, 0.0)
-            d = log_ratio(token_logp, old_logp, i, used)
-            a = selected_advantage(
-                load_per(advantages, i, b, used, 0.0, ADVANTAGES_PER_TOKEN),
-                load_wide(weight, i, used, 1.0),
-                load_per(policy_weight, i, b, used, 1.0, POLICY_WEIGHT_PER_TOKEN),
+            _pooled, slope = pooled_of_token(
+                options,
+                logp,
+                old_logp,
+                weight,
+                advantages,
+                policy_weight,
+                i,
+                b,
+                used,
+                ADVANTAGES_PER_TOKEN,
+                POLICY_WEIGHT_PER_TOKEN,
+                KIND,
+                CLIPS_SEQUENCE,
             )
-            _pooled, slope = pooled_log_ratio(options, d, a, KIND, CLIPS_SEQUENCE)
             coefficient = load_wide(dlogp, i, used, 0.0) + through_sequence * slope
             tl.store(dlogp + i, coefficient.to(dlogp.dtype.element_ty), mask=used)
     sums = sums + b * SUMS
     tl.store(sums, scale * value)
     tl.store(sums + 1, entropy_scale * sum_entropy)
-    tl.store(sums + 2, -sum_d)
-    tl.store(sums + 3, sum_k3)
-    tl.store(sums + 4, sum_ratio)
-    tl.store(sums + 5, sum_low)
-    tl.store(sums + 6, sum_high)
-    tl.store(sums + 7, sum_weight)
-    tl.store(sums + 8, sum_policy_weight)
-    tl.store(sums + 9, sum_kl)
-    tl.store(sums + 10, sum_entropy)
+    tl.store(sums + 2, count)
+    tl.store(sums + 3, -sum_d)
+    tl.store(sums + 4, sum_k3)
+    tl.store(sums + 5, sum_ratio)
+    tl.store(sums + 6, sum_low)
+    tl.store(sums + 7, sum_high)
+    tl.store(sums + 8, sum_weight)
+    tl.store(sums + 9, sum_policy_weight)
+    tl.store(sums + 10, sum_kl)
+    tl.store(sums + 11, sum_entropy)
     is_empty = count == 0.0
-    tl.store(sums + 11, smallest)
-    tl.store(sums + 12, tl.where(is_empty, INFINITY, sum_low / length))
-    tl.store(sums + 13, tl.where(is_empty, INFINITY, sum_high / length))
-    tl.store(sums + 14, largest)
-    tl.store(sums + 15, tl.where(is_empty, -INFINITY, sum_low / length))
-    tl.store(sums + 16, tl.where(is_empty, -INFINITY, sum_high / length))
+    tl.store(sums + 12, smallest)
+    tl.store(sums + 13, tl.where(is_empty, INFINITY, sum_low / length))
+    tl.store(sums + 14, tl.where(is_empty, INFINITY, sum_high / length))
+    tl.store(sums + 15, largest)
+    tl.store(sums + 16, tl.where(is_empty, -INFINITY, sum_low / length))
+    tl.store(sums + 17, tl.where(is_empty, -INFINITY, sum_high / length))
 
 
 @triton.jit(do_not_specialize=_ANY_VALUE)
-def add_up_kernel(options, counts, sums, loss, metrics, sequences, BLOCK: tl.constexpr):
-    """Program 0 writes the loss and the count; program j the j-th metric after it."""
-    column = tl.program_id(0)
-    zero = tl.full((), 0.0, tl.float64)
-    total = zero
-    bonus = zero
+def add_up_kernel(options, sums, loss, metrics, sequences, BLOCK: tl.constexpr):
+    """Program j writes the j-th metric, the one after the last metric the loss."""
+    metric = tl.program_id(0)
+    is_loss = metric == SUMS - 2
+    source = tl.where(is_loss, 0, metric + 2)
+    total = tl.full((), 0.0, tl.float64)
+    bonus = total
     smallest = tl.full((), float("inf"), tl.float64)
     largest = tl.full((), float("-inf"), tl.float64)
-    source = tl.where(column == 0, 0, column + 1)
     for begin in range(0, sequences, BLOCK):
         b = begin + tl.arange(0, BLOCK).to(tl.int64)
         inside = b < sequences
@@ -310,15 +338,14 @@ def add_up_kernel(options, counts, sums, loss, metrics, sequences, BLOCK: tl.con
         bonus += tl.sum(tl.load(sums + b * SUMS + 1, mask=inside, other=0.0), axis=0)
         smallest = tl.minimum(smallest, tl.min(tl.where(inside, values, float("inf")), axis=0))
         largest = tl.maximum(largest, tl.max(tl.where(inside, values, float("-inf")), axis=0))
-    if column == 0:
+    if is_loss:
         coefficient = tl.load(options + ENTROPY_COEF)
         result = tl.where(coefficient == 0.0, total, total - coefficient * bonus)
         tl.store(loss, result.to(loss.dtype.element_ty))
-        tl.store(metrics, total_of(counts, sequences, BLOCK).to(metrics.dtype.element_ty))
     else:
-        extreme = tl.where(column <= METRIC_SUMS + 3, smallest, largest)
-        result = tl.where(column <= METRIC_SUMS, total, extreme)
-        tl.store(metrics + column, result.to(metrics.dtype.element_ty))
+        extreme = tl.where(metric < METRIC_SUMS + 3, smallest, largest)
+        result = tl.where(metric < METRIC_SUMS, total, extreme)
+        tl.store(metrics + metric, result.to(metrics.dtype.element_ty))
 
 
 @functools.lru_cache(maxsize=64)
@@ -354,48 +381,36 @@ def policy_objective(
 ) -> None:
     sequences, device = batch.sequences, logp.device
     shared = objective_arguments(options, batch)
-    counts = torch.empty(sequences, dtype=torch.float64, device=device)
-    log_ratios = None if options.is_token_level else torch.empty_like(counts)
     sums = torch.empty(sequences, SUMS.value, dtype=torch.float64, device=device)
     is_geometric = int(options.kind) == fields.GEOMETRIC
     sums_sequence = options.level == 2 or (is_geometric and bool(options.clips_sequence))
     block, num_warps = configs.OBJECTIVE_TOKENS
     launch = {"BLOCK": block, "num_warps": num_warps}
-    mask = batch.mask.view(torch.uint8)
     with configs.device_of(logp):
         if sequences:
-            pool_kernel[(sequences,)](
-                **shared,
-                mask=mask,
-                logp=logp,
-                counts=counts,
-                log_ratios=log_ratios,
-                SUMS_SEQUENCE=sums_sequence,
-                **launch,
-            )
             objective_kernel[(sequences,)](
                 **shared,
-                mask=mask,
+                mask=batch.mask.view(torch.uint8),
                 logp=logp,
                 entropy=entropy,
                 ref_logp=batch.ref_logp,
                 success_rate=batch.success_rate,
-                counts=counts,
-                log_ratios=log_ratios,
                 normalizer=batch.normalizer,
                 entropy_normalizer=batch.entropy_normalizer,
                 dlogp=result.dlogp if result.dlogp.numel() else None,
                 dentropy=result.dentropy if result.dentropy.numel() else None,
                 sums=sums,
+                tokens=batch.mask.shape[0],
                 sequences=sequences,
                 SUCCESS_RATE_PER_TOKEN=batch.success_rate is not None
                 and batch.success_rate.shape[0] == batch.mask.shape[0],
                 REDUCTION=batch.reduction,
                 ENTROPY_REDUCTION=batch.entropy_reduction,
+                POOLS=not options.is_token_level,
                 SUMS_SEQUENCE=sums_sequence,
                 HAS_KL=options.kl_coef != 0,
                 **launch,
             )
-        add_up_kernel[(result.metrics.shape[0],)](
-            shared["options"], counts, sums, result.loss, result.metrics, sequences, **launch
+        add_up_kernel[(result.metrics.shape[0] + 1,)](
+            shared["options"], sums, result.loss, result.metrics, sequences, **launch
         )

@@ -14,12 +14,12 @@ from rlkernels.ops.rows import Rows, RowStats
 from rlkernels.triton_kernels import configs
 from rlkernels.triton_kernels.objective import ENTROPY_COEF, objective_terms
 from rlkernels.triton_kernels.policy_objective import (
+    count_kernel,
     denominator,
     load_per,
     load_wide,
     log_ratio,
     objective_arguments,
-    pool_kernel,
     reduction_scale,
     total_of,
 )
@@ -212,15 +212,8 @@ def policy_sweep(
     counts = torch.empty(batch.sequences, dtype=torch.float64, device=rows.logits.device)
     block, num_warps = configs.OBJECTIVE_TOKENS
     with configs.device_of(rows.logits):
-        pool_kernel[(batch.sequences,)](
-            **shared,
-            mask=batch.mask.view(torch.uint8),
-            logp=None,
-            counts=counts,
-            log_ratios=None,
-            SUMS_SEQUENCE=False,
-            BLOCK=block,
-            num_warps=num_warps,
+        count_kernel[(batch.sequences,)](
+            batch.mask.view(torch.uint8), batch.cu_seqlens, counts, shared["width"], BLOCK=block, num_warps=num_warps
         )
         policy_sweep_kernel[(count,)](
             **arguments,
