@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Iterator
 
 
 def _has_gpu() -> bool:
@@ -50,3 +51,11 @@ def generator() -> torch.Generator:
     seed = int(os.environ.get("RLKERNELS_TEST_SEED", int.from_bytes(os.urandom(4), "little")))
     print(f"seed {seed}")
     return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def thread_counts() -> Iterator[tuple[int, ...]]:
+    """Numbers of threads to try; what was set before comes back."""
+    before = torch.get_num_threads()
+    yield 1, 2, 5
+    torch.set_num_threads(before)

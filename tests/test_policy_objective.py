@@ -255,20 +255,42 @@ def test_masked_values_cannot_be_felt(backend: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
-def test_same_bits_for_any_number_of_threads(name: str, generator: Generator) -> None:
+def test_same_bits_for_any_number_of_threads(name: str, thread_counts: tuple[int, ...], generator: Generator) -> None:
     logp = torch.randn(64, 301, generator=generator)
     batch = PolicyBatch(
         torch.zeros(64, 301, dtype=torch.int64), torch.randn(64, generator=generator), old_logp=logp + 0.01
     )
-    threads = torch.get_num_threads()
     results = []
-    for count in (1, 2, 5):
+    for count in thread_counts:
         torch.set_num_threads(count)
         results.append(evaluate("cpu", logp, batch, OBJECTIVES[name]))
-    torch.set_num_threads(threads)
     for out, gradients in results[1:]:
         assert torch.equal(out.loss, results[0][0].loss)
         assert torch.equal(gradients[0], results[0][1][0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (5, 8)], ids=["one-row", "fewer-rows-than-threads", "many-rows"])
+@pytest.mark.parametrize("softcap", [None, 30.0], ids=["plain", "softcap"])
+def test_sweep_has_the_same_bits_for_any_split(
+    softcap: float | None,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    thread_counts: tuple[int, ...],
+    generator: Generator,
+) -> None:
+    """A row is one thread's, or all threads' where rows are few."""
+    vocab = 20011
+    leaf = torch.randn(*shape, vocab, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, shape, generator=generator)
+    batch = PolicyBatch(targets, torch.randn(shape[0], generator=generator))
+    results = []
+    for count in thread_counts:
+        torch.set_num_threads(count)
+        out = rlkernels.policy_loss(leaf, batch, GRPO(entropy_coef=0.01), softcap=softcap)
+        results.append((out.loss, out.logp, out.entropy, *torch.autograd.grad(out.loss, leaf)))
+    for result in results[1:]:
+        assert all(torch.equal(value, first) for value, first in zip(result, results[0], strict=True))
 
 
 def test_subclasses_and_callables_take_the_definition() -> None:

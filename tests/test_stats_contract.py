@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -214,29 +214,25 @@ def test_row_alone_in_a_batch_and_in_a_view(backend: str, dtype: torch.dtype, ge
         assert_equal_bits((tuple(alone), dalone), (tuple(stat[row] for stat in stats), dlogits[row]))
 
 
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @every_dtype
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0}], ids=["plain", "softcap"])
+@pytest.mark.parametrize("rows", [37, 3, 1], ids=["pieces-of-rows", "fewer-rows-than-threads", "one-row"])
 def test_number_of_threads(
-    two_threads: None, options: dict[str, float], dtype: torch.dtype, generator: Generator
+    rows: int,
+    thread_counts: tuple[int, ...],
+    options: dict[str, float],
+    dtype: torch.dtype,
+    generator: Generator,
 ) -> None:
     backends.set_backend("cpu")
-    logits, targets = leaf_and_targets("cpu", generator, dtype, n=37, vocab=32003)  # about 20 pieces of work
-
-    def both_passes() -> tuple[Any, Tensor]:
+    logits, targets = leaf_and_targets("cpu", generator, dtype, n=rows, vocab=32003)
+    results = []
+    for count in thread_counts:
+        torch.set_num_threads(count)
         stats = token_stats(logits, targets, outputs=OUTPUTS, **options)
-        return stats, torch.autograd.grad(weighted_sum(stats), logits)[0]
-
-    on_two = both_passes()
-    torch.set_num_threads(1)
-    assert_equal_bits(both_passes(), on_two)
+        results.append((stats, torch.autograd.grad(weighted_sum(stats), logits)[0]))
+    assert_equal_bits(results[1], results[0])
+    assert_equal_bits(results[2], results[0])
 
 
 @every_dtype

@@ -11,16 +11,23 @@ using RowRangeFunction = void (*)(const void* context, int worker, int64_t begin
 // threads; worker < threads says which of them it is.
 void parallel_rows(int64_t rows, int64_t grain, int threads, RowRangeFunction run, const void* context);
 
-// body(worker, row)
+// body(worker, begin, end)
 template <class Body>
-void for_each_row_of_worker(int64_t rows, int64_t grain, int threads, const Body& body) {
+void for_each_piece(int64_t rows, int64_t grain, int threads, const Body& body) {
   parallel_rows(
       rows, grain, threads,
       [](const void* context, int worker, int64_t begin, int64_t end) {
-        const Body& row_body = *static_cast<const Body*>(context);
-        for (int64_t row = begin; row < end; ++row) row_body(worker, row);
+        (*static_cast<const Body*>(context))(worker, begin, end);
       },
       &body);
+}
+
+// body(worker, row)
+template <class Body>
+void for_each_row_of_worker(int64_t rows, int64_t grain, int threads, const Body& body) {
+  for_each_piece(rows, grain, threads, [&](int worker, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) body(worker, row);
+  });
 }
 
 template <class Body>
