@@ -1,6 +1,8 @@
 // One row of logits at a time: its gradient.
 #pragma once
 
+#include <type_traits>
+
 #include "row_segments.h"
 
 namespace rlk {
@@ -12,6 +14,14 @@ RLK_INLINE void put(V x, Elem* out) {
     x.stream(out);
   } else {
     x.store(out);
+  }
+}
+template <class V, bool kStream, class Elem>
+RLK_INLINE void put_pair(const V* pair, Elem* out) {
+  if (kStream) {
+    stream_pair(pair, out);
+  } else {
+    store_pair(pair, out);
   }
 }
 
@@ -40,29 +50,46 @@ void write_zeros(int64_t vocab, int threads, Elem* out) {
 template <class V, bool kCapped, bool kStream, class Elem, class T>
 void segment_gradient(const Elem* x, int64_t n, const RowTransform<T>& transform, T m, T a, T b, Elem* out) {
   const V k(transform.k_log2e), inner(transform.inner_scale), top(m), floor(Exp2Floor<T>::value), va(a), vb(b);
-  const auto gradient = [&](V u) __attribute__((always_inline)) {
-    V slope(1);
-    if (kCapped) {
-      const Tanh<V> tanh = tanh_with_slope(inner * u);
-      u = tanh.value;
-      slope = tanh.slope;
-    }
-    const V d = max_keep_second_nan(floor, k * (u - top));
-    const V dz = exp2(d) * fma(vb, d, va);
-    return kCapped ? dz * slope : dz;
-  };
   constexpr int kUnroll = 4;
+  const auto gradient = [&](auto count, const V* logit, V* dx) __attribute__((always_inline)) {
+    constexpr int kCount = decltype(count)::value;
+    V slope[kCount], d[kCount];
+    for (int j = 0; j < kCount; ++j) {
+      V u = logit[j];
+      if (kCapped) {
+        const Tanh<V> tanh = tanh_with_slope(inner * u);
+        u = tanh.value;
+        slope[j] = tanh.slope;
+      }
+      d[j] = max_keep_second_nan(floor, k * (u - top));
+    }
+    exp2<kCount>(d, dx);
+    for (int j = 0; j < kCount; ++j) {
+      dx[j] = dx[j] * fma(vb, d[j], va);
+      if (kCapped) dx[j] = dx[j] * slope[j];
+    }
+  };
+  const std::integral_constant<int, kUnroll> several;
+  const std::integral_constant<int, 1> one;
   int64_t i = 0;
   for (; i + kUnroll * V::kLanes <= n; i += kUnroll * V::kLanes) {
-    V logit[kUnroll];
+    V logit[kUnroll], dx[kUnroll];
     for (int j = 0; j < kUnroll; j += 2) load_pair(x + i + j * V::kLanes, logit + j);
-    for (int j = 0; j < kUnroll; ++j) put<V, kStream>(gradient(logit[j]), out + i + j * V::kLanes);
+    gradient(several, logit, dx);
+    for (int j = 0; j < kUnroll; j += 2) put_pair<V, kStream>(dx + j, out + i + j * V::kLanes);
   }
-  for (; i + V::kLanes <= n; i += V::kLanes) put<V, kStream>(gradient(V::load(x + i)), out + i);
+  V logit, dx;
+  for (; i + V::kLanes <= n; i += V::kLanes) {
+    logit = V::load(x + i);
+    gradient(one, &logit, &dx);
+    put<V, kStream>(dx, out + i);
+  }
   if (i < n) {
     Elem tail[V::kLanes] = {}, result[V::kLanes];
     std::memcpy(tail, x + i, (n - i) * sizeof(Elem));
-    gradient(V::load(tail)).store(result);
+    logit = V::load(tail);
+    gradient(one, &logit, &dx);
+    dx.store(result);
     std::memcpy(out + i, result, (n - i) * sizeof(Elem));
   }
 }
@@ -119,29 +146,28 @@ void write_row_gradient(const LogitsView& view, int64_t row, int64_t vocab_start
   }
 }
 
-// out = e (a + b w), or e a, w = max(floor, k (x - top)) being the exponents that e was made from.
+// out = e (a + b w), or e a; w = max(floor, k (x - top)) are the exponents that e was made from.
 template <class V, bool kEntropy, bool kStream, class Elem>
 void kept_segment_gradient(const typename V::Scalar* e, const Elem* x, int64_t n, V k, V top, V a, V b, Elem* out) {
   const V floor(Exp2Floor<typename V::Scalar>::value);
-  const auto formed = [&](V exponential, V u) __attribute__((always_inline)) {
+  const auto gradient = [&](V exponential, V u) __attribute__((always_inline)) {
     return exponential * (kEntropy ? fma(b, max_keep_second_nan(floor, k * (u - top)), a) : a);
   };
   constexpr int kUnroll = 4;
   int64_t i = 0;
   for (; i + kUnroll * V::kLanes <= n; i += kUnroll * V::kLanes) {
-    V logit[kUnroll];
+    V logit[kUnroll], dx[kUnroll];
     for (int j = 0; kEntropy && j < kUnroll; j += 2) load_pair(x + i + j * V::kLanes, logit + j);
-    for (int j = 0; j < kUnroll; ++j) {
-      put<V, kStream>(formed(V::load(e + i + j * V::kLanes), logit[j]), out + i + j * V::kLanes);
-    }
+    for (int j = 0; j < kUnroll; ++j) dx[j] = gradient(V::load(e + i + j * V::kLanes), logit[j]);
+    for (int j = 0; j < kUnroll; j += 2) put_pair<V, kStream>(dx + j, out + i + j * V::kLanes);
   }
-  for (; i + V::kLanes <= n; i += V::kLanes) put<V, kStream>(formed(V::load(e + i), V::load(x + i)), out + i);
+  for (; i + V::kLanes <= n; i += V::kLanes) put<V, kStream>(gradient(V::load(e + i), V::load(x + i)), out + i);
   if (i < n) {
     Elem logits[V::kLanes] = {}, result[V::kLanes];
     typename V::Scalar exponentials[V::kLanes] = {};
     std::memcpy(logits, x + i, (n - i) * sizeof(Elem));
     std::memcpy(exponentials, e + i, (n - i) * sizeof(exponentials[0]));
-    formed(V::load(exponentials), V::load(logits)).store(result);
+    gradient(V::load(exponentials), V::load(logits)).store(result);
     std::memcpy(out + i, result, (n - i) * sizeof(Elem));
   }
 }

@@ -29,22 +29,30 @@ struct SegmentSums {
     for (int j = 0; j < kUnroll; ++j) s[j] = t[j] = q[j] = w[j] = V(0);
   }
 
-  // Returns 2^d.
-  RLK_INLINE V add(int j, V u, V m, V k, V floor) {
-    const V d = max_keep_second_nan(floor, k * (u - m));
-    const V e = exp2(d);
-    s[j] = s[j] + e;
-    if (kEntropy) t[j] = fma(e, d, t[j]);
-    if (kExtras) q[j] = fma(e, e, q[j]);
-    return e;
+  // Columns of kCount vectors; their exponentials 2^(k (u - m)) are left in `e`.
+  template <int kCount>
+  RLK_INLINE void add(const V* u, V m, V k, V* e) {
+    const V floor(Exp2Floor<typename V::Scalar>::value);
+    V d[kCount];
+    for (int j = 0; j < kCount; ++j) d[j] = max_keep_second_nan(floor, k * (u[j] - m));
+    exp2<kCount>(d, e);
+    for (int j = 0; j < kCount; ++j) {
+      s[j] = s[j] + e[j];
+      if (kEntropy) t[j] = fma(e[j], d[j], t[j]);
+      if (kExtras) q[j] = fma(e[j], e[j], q[j]);
+      if (kExtras) w[j] = w[j] + u[j];
+    }
   }
 
   // The exponentials also go to `kept`, unless that is a null pointer of type nullptr_t.
   template <class Elem, class Kept>
-  void add_segment(const Elem* u, int64_t n, V m, V k, V floor, Kept kept) {
+  void add_segment(const Elem* u, int64_t n, V m, V k, Kept kept) {
     constexpr bool kKeep = !std::is_same_v<Kept, std::nullptr_t>;
-    const auto keep = [&](V e, int64_t i) __attribute__((always_inline)) {
-      if constexpr (kKeep) e.store(kept + i);
+    V e[kUnroll];
+    const auto keep = [&](int64_t i, int count) __attribute__((always_inline)) {
+      if constexpr (kKeep) {
+        for (int j = 0; j < count; ++j) e[j].store(kept + i + j * V::kLanes);
+      }
     };
     int64_t i = 0;
     for (; i + kUnroll * V::kLanes <= n; i += kUnroll * V::kLanes) {
@@ -54,32 +62,32 @@ struct SegmentSums {
       for (size_t line = 0; line < kUnroll * V::kLanes * sizeof(Elem); line += kCacheLine) {
         __builtin_prefetch(reinterpret_cast<const char*>(u + i + kSegment) + line);
       }
-      for (int j = 0; j < kUnroll; ++j) {
-        keep(add(j, x[j], m, k, floor), i + j * V::kLanes);
-        if (kExtras) w[j] = w[j] + x[j];
-      }
+      add<kUnroll>(x, m, k, e);
+      keep(i, kUnroll);
     }
     for (; i + V::kLanes <= n; i += V::kLanes) {
       const V x = V::load(u + i);
-      keep(add(0, x, m, k, floor), i);
-      if (kExtras) w[0] = w[0] + x;
+      add<1>(&x, m, k, e);
+      keep(i, 1);
     }
     for (; i < n; ++i) {
-      const auto e = add_one(widen(u[i]), m, k, floor);
-      if constexpr (kKeep) kept[i] = e;
+      const auto one = add_one(widen(u[i]), m, k);
+      if constexpr (kKeep) kept[i] = one;
     }
   }
 
   // One column past the last full vector: the other lanes hold -inf, which adds 2^floor = 0.
-  typename V::Scalar add_one(typename V::Scalar x, V m, V k, V floor) {
+  typename V::Scalar add_one(typename V::Scalar x, V m, V k) {
     typename V::Scalar lanes[V::kLanes];
     for (auto& lane : lanes) lane = -std::numeric_limits<typename V::Scalar>::infinity();
     lanes[0] = x;
-    const V e = add(0, V::load(lanes), m, k, floor);
+    const V u = V::load(lanes), sum = w[0];
+    V e;
+    add<1>(&u, m, k, &e);
     if (kExtras) {
       for (auto& lane : lanes) lane = 0;
       lanes[0] = x;
-      w[0] = w[0] + V::load(lanes);
+      w[0] = sum + V::load(lanes);
     }
     e.store(lanes);
     return lanes[0];
@@ -137,13 +145,13 @@ RowState<double> segment_state(const Elem* u, int64_t n, typename V::Scalar k_lo
   const T m = segment_max<V>(u, n);
   const V safe_m(m == -std::numeric_limits<T>::infinity() ? T(0) : m);
   SegmentSums<V, kEntropy, kExtras> sums;
-  sums.add_segment(u, n, safe_m, V(k_log2e), V(Exp2Floor<T>::value), kept);
+  sums.add_segment(u, n, safe_m, V(k_log2e), kept);
   RowState<double> state;
   state.m = m;
   state.s = sums.total(sums.s);
-  state.t = kLn2 * sums.total(sums.t);
-  state.q = sums.total(sums.q);
-  state.w = sums.total(sums.w);
+  if (kEntropy) state.t = kLn2 * sums.total(sums.t);
+  if (kExtras) state.q = sums.total(sums.q);
+  if (kExtras) state.w = sums.total(sums.w);
   return state;
 }
 

@@ -20,10 +20,10 @@ namespace RLK_ISA {
 
 #define RLK_INLINE inline __attribute__((always_inline))
 
-// 2^f = 1 + f (kExp2[0] + kExp2[1] f + ...) for |f| <= 1/2: a minimax fit, error 2e-9 before rounding. The
-// constant term is exactly 1, so a row of one column has log s = 0.
-constexpr float kExp2[6] = {0.6931471824645996f,  0.24022647738456726f,   0.055503323674201965f,
-                            0.00961843691766262f, 0.0013398873852565885f, 0.00015353361959569156f};
+// 2^f = 1 + f (kExp2[0] + kExp2[1] f + ...) for 0 <= f <= 1: a minimax fit, error 2e-9 before rounding, 6e-8 with it.
+// The constant term is exactly 1, so a row of one column has log s = 0.
+constexpr float kExp2[6] = {0.6931470632553101f,   0.24022908508777618f,   0.05548618361353874f,
+                            0.009673775173723698f, 0.0012482288293540478f, 0.00021565984934568405f};
 
 #if defined(__AVX512F__)
 
@@ -44,16 +44,18 @@ struct Vec {
   static RLK_INLINE Vec load(const Float16* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
+  // The upper halves of the result; what is below them is not zero.
+  static RLK_INLINE __m512i rounded_to_bfloat16(__m512 x) {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    return _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+  }
   RLK_INLINE __m256i narrowed(const BFloat16*) const {
 #if defined(__AVX512BF16__)
     return (__m256i)_mm512_cvtneps_pbh(v);
 #else
-    const __m512i bits = _mm512_castps_si512(v);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i rounded =
-        _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, is_nan, _mm512_set1_epi32(0x7fc0)));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_to_bfloat16(v), 16));
 #endif
   }
   RLK_INLINE __m256i narrowed(const Float16*) const { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
@@ -86,20 +88,33 @@ RLK_INLINE Vec copysign(Vec magnitude, Vec sign) {
   return _mm512_castsi512_ps(
       _mm512_ternarylogic_epi32(bit, _mm512_castps_si512(sign.v), _mm512_castps_si512(magnitude.v), 0xca));
 }
-RLK_INLINE Vec round(Vec a) { return _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-RLK_INLINE Vec scale_by_power_of_two(Vec a, Vec n) { return _mm512_scalef_ps(a.v, n.v); }
+RLK_INLINE Vec fraction(Vec a) { return _mm512_reduce_ps(a.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+// a 2^floor(w); f is w's fraction
+RLK_INLINE Vec scale_by_power_of_two(Vec a, Vec w, Vec) { return _mm512_scalef_ps(a.v, w.v); }
 RLK_INLINE void stream_fence() { _mm_sfence(); }
 
-// Two vectors at once where that costs fewer instructions than one after the other.
+// A pair holds 32 columns, even ones and odd ones apart: no lane has to move.
 RLK_INLINE void load_pair(const BFloat16* p, Vec* pair) {
-  alignas(64) static constexpr uint16_t kOrder[2][32] = {
-      {0, 0, 0, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0, 8, 0, 9, 0, 10, 0, 11, 0, 12, 0, 13, 0, 14, 0, 15},
-      {0, 16, 0, 17, 0, 18, 0, 19, 0, 20, 0, 21, 0, 22, 0, 23, 0, 24, 0, 25, 0, 26, 0, 27, 0, 28, 0, 29, 0, 30, 0, 31}};
   const __m512i both = _mm512_loadu_si512(p);
-  for (int half = 0; half < 2; ++half) {
-    pair[half] =
-        _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, _mm512_load_si512(kOrder[half]), both));
-  }
+  pair[0] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+  pair[1] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(INT32_MIN >> 15)));
+}
+RLK_INLINE __m512i narrowed_pair(const Vec* pair, const BFloat16*) {
+#if defined(__AVX512BF16__)
+  alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i apart = (__m512i)_mm512_cvtne2ps_pbh(pair[1].v, pair[0].v);
+  return _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), apart);
+#else
+  const __m512i odd_bits = _mm512_set1_epi32(INT32_MIN >> 15);
+  const __m512i even = _mm512_srli_epi32(Vec::rounded_to_bfloat16(pair[0].v), 16);
+  const __m512i odd = Vec::rounded_to_bfloat16(pair[1].v);
+  return _mm512_ternarylogic_epi32(odd_bits, odd, even, 0xca);
+#endif
+}
+RLK_INLINE void store_pair(const Vec* pair, BFloat16* p) { _mm512_storeu_si512(p, narrowed_pair(pair, p)); }
+RLK_INLINE void stream_pair(const Vec* pair, BFloat16* p) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(p), narrowed_pair(pair, p));
 }
 
 #elif defined(__AVX2__)
@@ -183,9 +198,8 @@ RLK_INLINE __m256 copysign(__m256 magnitude, __m256 sign) {
 RLK_INLINE Vec copysign(Vec magnitude, Vec sign) {
   return {copysign(magnitude.lo, sign.lo), copysign(magnitude.hi, sign.hi)};
 }
-RLK_INLINE Vec round(Vec a) {
-  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  return {_mm256_round_ps(a.lo, mode), _mm256_round_ps(a.hi, mode)};
+RLK_INLINE Vec fraction(Vec a) {
+  return {_mm256_sub_ps(a.lo, _mm256_floor_ps(a.lo)), _mm256_sub_ps(a.hi, _mm256_floor_ps(a.hi))};
 }
 RLK_INLINE __m256 power_of_two(__m256i n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
@@ -196,8 +210,10 @@ RLK_INLINE __m256 scale_by_power_of_two(__m256 a, __m256 n) {
   const __m256i half = _mm256_srai_epi32(whole, 1);
   return _mm256_mul_ps(_mm256_mul_ps(a, power_of_two(half)), power_of_two(_mm256_sub_epi32(whole, half)));
 }
-RLK_INLINE Vec scale_by_power_of_two(Vec a, Vec n) {
-  return {scale_by_power_of_two(a.lo, n.lo), scale_by_power_of_two(a.hi, n.hi)};
+// a 2^floor(w); f is w's fraction
+RLK_INLINE Vec scale_by_power_of_two(Vec a, Vec w, Vec f) {
+  return {scale_by_power_of_two(a.lo, _mm256_sub_ps(w.lo, f.lo)),
+          scale_by_power_of_two(a.hi, _mm256_sub_ps(w.hi, f.hi))};
 }
 RLK_INLINE void stream_fence() { _mm_sfence(); }
 
@@ -261,13 +277,17 @@ RLK_INLINE Vec select_less(Vec a, Vec b, Vec yes, Vec no) {
 RLK_INLINE Vec copysign(Vec magnitude, Vec sign) {
   return lanewise([&](int i) { return std::copysign(magnitude.v[i], sign.v[i]); });
 }
-RLK_INLINE Vec round(Vec a) {
-  // adding 1.5 * 2^23 leaves no fraction bits; |a| < 2^22 here
-  return lanewise([&](int i) { return (a.v[i] + 0x1.8p23f) - 0x1.8p23f; });
-}
-RLK_INLINE Vec scale_by_power_of_two(Vec a, Vec n) {
+RLK_INLINE Vec fraction(Vec a) {
   return lanewise([&](int i) {
-    const int32_t whole = n.v[i] == n.v[i] ? static_cast<int32_t>(n.v[i]) : 0;
+    const float nearest = (a.v[i] + 0x1.8p23f) - 0x1.8p23f;  // leaves no fraction bits; |a| < 2^22 here
+    return a.v[i] - (nearest > a.v[i] ? nearest - 1 : nearest);
+  });
+}
+// a 2^floor(w); f is w's fraction
+RLK_INLINE Vec scale_by_power_of_two(Vec a, Vec w, Vec f) {
+  return lanewise([&](int i) {
+    const float n = w.v[i] - f.v[i];
+    const int32_t whole = n == n ? static_cast<int32_t>(n) : 0;
     const int32_t half = whole >> 1;
     return a.v[i] * bits_to_float(static_cast<uint32_t>(half + 127) << 23) *
            bits_to_float(static_cast<uint32_t>(whole - half + 127) << 23);
@@ -277,13 +297,23 @@ RLK_INLINE void stream_fence() {}
 
 #endif
 
-// 2^w for w in [Exp2Floor, 127]; 0 at the floor.
+// 2^w of several vectors, w in [Exp2Floor, 127]; 0 at the floor. Step by step for all of them: each step waits for the
+// one before, and a processor looks ahead only so far.
+template <int kCount>
+RLK_INLINE void exp2(const Vec* w, Vec* out) {
+  Vec f[kCount];
+  for (int j = 0; j < kCount; ++j) f[j] = fraction(w[j]);
+  for (int j = 0; j < kCount; ++j) out[j] = fma(Vec(kExp2[5]), f[j], Vec(kExp2[4]));
+  for (int i = 3; i >= 0; --i) {
+    for (int j = 0; j < kCount; ++j) out[j] = fma(out[j], f[j], Vec(kExp2[i]));
+  }
+  for (int j = 0; j < kCount; ++j) out[j] = fma(out[j], f[j], Vec(1.0f));
+  for (int j = 0; j < kCount; ++j) out[j] = scale_by_power_of_two(out[j], w[j], f[j]);
+}
 RLK_INLINE Vec exp2(Vec w) {
-  const Vec n = round(w);
-  const Vec f = w - n;
-  Vec p(kExp2[5]);
-  for (int i = 4; i >= 0; --i) p = fma(p, f, Vec(kExp2[i]));
-  return scale_by_power_of_two(fma(p, f, Vec(1.0f)), n);
+  Vec out;
+  exp2<1>(&w, &out);
+  return out;
 }
 
 RLK_INLINE Tanh<Vec> tanh_with_slope(Vec x) {
@@ -323,10 +353,25 @@ RLK_INLINE Tanh<Lane<double>> tanh_with_slope(Lane<double> x) {
   return {Lane<double>(tanh.value), Lane<double>(tanh.slope)};
 }
 
+template <int kCount>
+RLK_INLINE void exp2(const Lane<double>* w, Lane<double>* out) {
+  for (int j = 0; j < kCount; ++j) out[j] = exp2(w[j]);
+}
+
 template <class V, class Elem>
 RLK_INLINE void load_pair(const Elem* p, V* pair) {
   pair[0] = V::load(p);
   pair[1] = V::load(p + V::kLanes);
+}
+template <class V, class Elem>
+RLK_INLINE void store_pair(const V* pair, Elem* p) {
+  pair[0].store(p);
+  pair[1].store(p + V::kLanes);
+}
+template <class V, class Elem>
+RLK_INLINE void stream_pair(const V* pair, Elem* p) {
+  pair[0].stream(p);
+  pair[1].stream(p + V::kLanes);
 }
 
 // The vector type that reduces rows of Elem.
