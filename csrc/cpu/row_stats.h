@@ -8,6 +8,10 @@
 namespace rlk {
 namespace RLK_ISA {
 
+// The maximum is looked for first and runs through a segment fast: all of it has to be there by then. The largest
+// segment that is not of doubles has 16 KiB, and a first-level cache 32 or more.
+constexpr size_t kPrefetchBytes = 20 << 10;
+
 // Folds the lanes in halves: few dependent steps, and the same order on every instruction set.
 template <class V, class Fold>
 typename V::Scalar horizontal(V x, Fold fold) {
@@ -60,7 +64,7 @@ struct SegmentSums {
       for (int j = 0; j < kUnroll; j += 2) load_pair(u + i + j * V::kLanes, x + j);
       // the sums are slow enough for memory to fetch the next segment meanwhile
       for (size_t line = 0; line < kUnroll * V::kLanes * sizeof(Elem); line += kCacheLine) {
-        __builtin_prefetch(reinterpret_cast<const char*>(u + i + kSegment) + line);
+        __builtin_prefetch(reinterpret_cast<const char*>(u + i) + kPrefetchBytes + line);
       }
       add<kUnroll>(x, m, k, e);
       keep(i, kUnroll);
