@@ -11,7 +11,7 @@ from torch import Tensor
 from rlkernels import backends
 from rlkernels.backends import memory
 from rlkernels.ops.objective_options import ObjectiveOptions
-from rlkernels.ops.policy_objective import ObjectiveBatch, ObjectiveResult, policy_objective
+from rlkernels.ops.policy_objective import ObjectiveBatch, empty_result
 from rlkernels.ops.rows import Rows, Wanted, empty_dlogits, empty_row_stats
 from rlkernels.ops.token_stats import refuse_double_backward, token_stats_backward
 
@@ -40,8 +40,8 @@ def policy_sweep(
     entropy_reduction: int,
     normalizer: Tensor | None,
     entropy_normalizer: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(logp, entropy, row_max, log_sum_exp, dlogits), dlogits of a loss whose upstream gradient is 1."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, metrics, logp, entropy, row_max, log_sum_exp, dlogp, dentropy, dlogits), gradients of the loss itself."""
     rows = Rows(logits, targets, temperature, softcap, logit_scale, ignore_index)
     batch = ObjectiveBatch(
         mask,
@@ -60,9 +60,13 @@ def policy_sweep(
     )
     stats = empty_row_stats(rows, _WANTED)
     dlogits = memory.empty(logits.shape, logits.dtype, logits.device)
-    kernels = backends.implementation("policy_sweep", logits.device)
-    kernels.policy_sweep(rows, ObjectiveOptions(*options), batch, stats, dlogits)
-    return stats.logp, stats.entropy, stats.row_max, stats.log_sum_exp, dlogits
+    objective = ObjectiveOptions(*options)
+    result = empty_result(stats.logp, objective, need_grad=True)
+    backends.implementation("policy_sweep", logits.device).policy_sweep(rows, objective, batch, stats, dlogits)
+    kernels = backends.implementation("policy_objective", logits.device)
+    kernels.policy_objective(stats.logp, stats.entropy, objective, batch, result)
+    saved = stats.row_max, stats.log_sum_exp, result.dlogp, result.dentropy
+    return result.loss, result.metrics, stats.logp, stats.entropy, *saved, dlogits
 
 
 @policy_sweep.register_fake
@@ -73,11 +77,14 @@ def _(
     softcap: Tensor | None,
     logit_scale: Tensor,
     ignore_index: int,
+    options: Sequence[float],
     *rest: Any,
 ) -> tuple[Tensor, ...]:
     rows = Rows(logits, targets, temperature, softcap, logit_scale, ignore_index)
     stats = empty_row_stats(rows, _WANTED)
-    return stats.logp, stats.entropy, stats.row_max, stats.log_sum_exp, empty_dlogits(rows)
+    result = empty_result(stats.logp, ObjectiveOptions(*options), need_grad=True)
+    saved = stats.row_max, stats.log_sum_exp, result.dlogp, result.dentropy
+    return result.loss, result.metrics, stats.logp, stats.entropy, *saved, empty_dlogits(rows)
 
 
 class PolicySweep(torch.autograd.Function):
@@ -88,14 +95,12 @@ class PolicySweep(torch.autograd.Function):
         ctx: Any, logits: Tensor, rows: Rows, options: ObjectiveOptions, batch: ObjectiveBatch
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rows = rows._replace(logits=logits)
-        logp, entropy, row_max, log_sum_exp, dlogits = policy_sweep(*rows, list(options), *batch)
-        result = ObjectiveResult(*policy_objective(logp, entropy, list(options), *batch, True))
+        loss, metrics, logp, entropy, *saved, dlogits = policy_sweep(*rows, list(options), *batch)
         ctx.ignore_index, ctx.dlogits = rows.ignore_index, dlogits
-        ctx.save_for_backward(*rows[:-1], row_max, log_sum_exp, entropy, result.dlogp, result.dentropy)
-        outputs = result.loss, result.metrics, logp, entropy
-        ctx.mark_non_differentiable(*outputs[1:])
+        ctx.save_for_backward(*rows[:-1], entropy, *saved)
+        ctx.mark_non_differentiable(metrics, logp, entropy)
         ctx.set_materialize_grads(False)
-        return outputs
+        return loss, metrics, logp, entropy
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -113,6 +118,6 @@ class PolicySweep(torch.autograd.Function):
 
 def _formed_again(ctx: Any, dloss: Tensor) -> Tensor:
     """In a second sweep: the first gradient may have been changed by whoever got it."""
-    *rows, row_max, log_sum_exp, entropy, dlogp, dentropy = ctx.saved_tensors
+    *rows, entropy, row_max, log_sum_exp, dlogp, dentropy = ctx.saved_tensors
     dentropy = dloss * dentropy if dentropy.numel() else None
     return token_stats_backward(*rows, ctx.ignore_index, row_max, log_sum_exp, entropy, dloss * dlogp, dentropy, None)
