@@ -25,14 +25,15 @@ class Rows(NamedTuple):
     old_logp: Tensor  # [B, T]
 
 
-def make_rows(tokens: int, vocab: int, dtype: torch.dtype, device: str, seed: int = 0) -> Rows:
-    """`tokens` rows in responses of `SEQUENCE` tokens, or in one where they do not divide.
+def make_rows(tokens: int, vocab: int, dtype: torch.dtype, device: str, seed: int = 0, spread: float = 1.0) -> Rows:
+    """`tokens` rows of logits with standard deviation `spread`.
 
+    In responses of `SEQUENCE` tokens, or in one where they do not divide.
     Filled in place: a temporary would be a peak of memory before the one that is measured.
     """
     generator = torch.Generator(device).manual_seed(seed)
     shape = (tokens // SEQUENCE, SEQUENCE) if tokens % SEQUENCE == 0 else (1, tokens)
-    logits = torch.empty(*shape, vocab, dtype=dtype, device=device).normal_(generator=generator)
+    logits = torch.empty(*shape, vocab, dtype=dtype, device=device).normal_(std=spread, generator=generator)
     targets = torch.randint(vocab, shape, device=device, generator=generator)
     advantages = torch.randn(shape[0], device=device, generator=generator)
     # Ratios stay inside the clip range: a clipped row has no gradient and would be skipped by the fused loss.
