@@ -1,0 +1,115 @@
+// What the kernels take from CUDA, and the only macros they need. nvcc gives it, or csrc/host_device/ on the CPU.
+//
+//   RLK_KERNEL(threads) void name(...)       a kernel launched with at most that many threads a block
+//   RLK_DEVICE                               a function that kernels call
+//   RLK_SHARED(Type, name, count)            Type* name: memory of a block
+//   RLK_DYNAMIC_SHARED(Type, name)           the same, of the size that the launch says
+//   RLK_LAUNCH(target, (kernel), blocks, threads, dynamic_bytes, arguments...)
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../check.h"
+
+namespace rlk {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Where kernels run: a device's ordinal and its cudaStream_t.
+struct LaunchTarget {
+  int device;
+  void* stream;
+};
+
+}  // namespace rlk
+
+#ifdef RLK_HOST_DEVICE
+
+#include "../host_device/runtime.h"
+
+#define RLK_KERNEL(threads) static
+#define RLK_DEVICE inline
+#define RLK_SHARED(Type, name, count) \
+  static char name##_key;             \
+  Type* const name = static_cast<Type*>(rlk::host_device::static_shared(&name##_key, (count) * sizeof(Type)))
+#define RLK_DYNAMIC_SHARED(Type, name) Type* const name = static_cast<Type*>(rlk::host_device::dynamic_shared())
+
+namespace rlk {
+
+inline int thread_index() { return host_device::thread_index(); }
+inline int64_t block_index() { return host_device::block_index(); }
+inline int block_size() { return host_device::block_size(); }
+
+template <class... Params, class... Args>
+void launch(LaunchTarget, const char* name, void (*kernel)(Params...), int64_t blocks, int threads,
+            size_t dynamic_bytes, Args... args) {
+  host_device::run(name, blocks, threads, dynamic_bytes, [=] { kernel(args...); });
+}
+
+}  // namespace rlk
+
+#else
+
+#include <cuda_runtime.h>
+
+#define RLK_KERNEL(threads) static __global__ __launch_bounds__(threads)
+#define RLK_DEVICE __device__ __forceinline__
+#define RLK_SHARED(Type, name, count)                                          \
+  __shared__ __align__(16) unsigned char name##_bytes[(count) * sizeof(Type)]; \
+  Type* const name = reinterpret_cast<Type*>(name##_bytes)
+#define RLK_DYNAMIC_SHARED(Type, name)                                \
+  extern __shared__ __align__(16) unsigned char rlk_dynamic_shared[]; \
+  Type* const name = reinterpret_cast<Type*>(rlk_dynamic_shared)
+
+namespace rlk {
+
+RLK_DEVICE int thread_index() { return threadIdx.x; }
+RLK_DEVICE int64_t block_index() { return blockIdx.x; }
+RLK_DEVICE int block_size() { return blockDim.x; }
+
+inline void check_cuda(cudaError_t status, const char* doing) {
+  if (status != cudaSuccess) fail(doing, ": ", cudaGetErrorString(status));
+}
+
+// Makes a device the current one for as long as it lives.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) : device_(device) {
+    check_cuda(cudaGetDevice(&previous_), "cudaGetDevice");
+    if (previous_ != device_) check_cuda(cudaSetDevice(device_), "cudaSetDevice");
+  }
+  ~DeviceGuard() {
+    if (previous_ != device_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int device_, previous_ = 0;
+};
+
+template <class... Params, class... Args>
+void launch(LaunchTarget target, const char* name, void (*kernel)(Params...), int64_t blocks, int threads,
+            size_t dynamic_bytes, Args... args) {
+  constexpr size_t kWithoutAsking = 48 << 10;
+  if (blocks == 0) return;
+  if (blocks > INT32_MAX) fail(name, ": expected at most 2^31 - 1 blocks, got ", blocks);
+  const DeviceGuard guard(target.device);
+  if (dynamic_bytes > kWithoutAsking) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes), name);
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = dynamic_bytes;
+  config.stream = static_cast<cudaStream_t>(target.stream);
+  check_cuda(cudaLaunchKernelEx(&config, kernel, args...), name);
+}
+
+}  // namespace rlk
+
+#endif
+
+#define RLK_LAUNCH(target, kernel, ...) rlk::launch(target, #kernel, kernel, __VA_ARGS__)
