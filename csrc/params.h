@@ -16,8 +16,10 @@ struct LogitsView {
   int64_t outer, inner, vocab;
   int64_t stride_outer, stride_inner, stride_vocab;
 
-  int64_t rows() const { return outer * inner; }
-  int64_t row_offset(int64_t row) const { return (row / inner) * stride_outer + (row % inner) * stride_inner; }
+  HOST_DEVICE int64_t rows() const { return outer * inner; }
+  HOST_DEVICE int64_t row_offset(int64_t row) const {
+    return (row / inner) * stride_outer + (row % inner) * stride_inner;
+  }
 };
 
 // What turns a logit x into z; see row_math.h. Values in the compute type.
@@ -39,7 +41,7 @@ struct RowStatsOut {
   void* row_max;      // m, of the untempered logits (of tanh under softcap): saved for backward
   void* log_sum_exp;  // log s: saved for backward
 
-  bool needs_all_sums() const { return log_sum_sq_probs || mean_logits || is_top1; }
+  HOST_DEVICE bool needs_all_sums() const { return log_sum_sq_probs || mean_logits || is_top1; }
 };
 
 // Statistics of columns [vocab_start, vocab_start + logits.vocab) of rows of `vocab` columns: all of them at once, or

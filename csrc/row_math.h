@@ -92,6 +92,16 @@ HOST_DEVICE Tanh<double> tanh_with_slope(double x) {
   return {std::tanh(x), 4 * e * r * r};
 }
 
+HOST_DEVICE Tanh<float> tanh_with_slope(float x) {
+  const float magnitude = std::abs(x), z = x * x;
+  const float e = std::exp2(static_cast<float>(-2 / kLn2) * magnitude);
+  const float r = 1 / (1 + e);
+  const float p = (((kTanh[4] * z + kTanh[3]) * z + kTanh[2]) * z + kTanh[1]) * z + kTanh[0];
+  const float far = (1 - e) * r, near = p * z * x + x;
+  const bool is_near = magnitude < kTanhNear;
+  return {is_near ? near : x < 0 ? -far : far, is_near ? 1 - near * near : 4 * e * r * r};
+}
+
 template <class T>
 struct RowState {
   T m = -std::numeric_limits<T>::infinity();

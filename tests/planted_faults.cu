@@ -8,7 +8,7 @@ namespace {
 constexpr int kThreads = 64;
 
 // out[i] = the left neighbour's index, handed over in shared memory.
-RLK_KERNEL(kThreads) void hand_over_kernel(int* out, bool with_barrier) {
+RLK_KERNEL(kThreads, 1) void hand_over_kernel(int* out, bool with_barrier) {
   RLK_DYNAMIC_SHARED(int, slots);
   const int i = rlk::thread_index();
   slots[i] = i;
@@ -17,7 +17,7 @@ RLK_KERNEL(kThreads) void hand_over_kernel(int* out, bool with_barrier) {
 }
 
 // Waits for the block in one warp only, or for a lane that never comes.
-RLK_KERNEL(kThreads) void wait_for_each_other_kernel(bool in_warp) {
+RLK_KERNEL(kThreads, 1) void wait_for_each_other_kernel(bool in_warp) {
   const int i = rlk::thread_index();
   if (in_warp) {
     if (i == 5) __syncthreads();
@@ -29,7 +29,7 @@ RLK_KERNEL(kThreads) void wait_for_each_other_kernel(bool in_warp) {
 }
 
 // Lanes that have exited are not waited for; a value of theirs is no value.
-RLK_KERNEL(kThreads) void leave_early_kernel(int* out) {
+RLK_KERNEL(kThreads, 1) void leave_early_kernel(int* out) {
   const int i = rlk::thread_index();
   if (i % 2 == 1) return;
   out[i] = __shfl_xor_sync(rlk::kAllLanes, i, 2);
@@ -37,13 +37,13 @@ RLK_KERNEL(kThreads) void leave_early_kernel(int* out) {
   __syncthreads();
 }
 
-RLK_KERNEL(kThreads) void vote_kernel(unsigned* out) {
+RLK_KERNEL(kThreads, 1) void vote_kernel(unsigned* out) {
   const int i = rlk::thread_index();
   out[i] = __ballot_sync(rlk::kAllLanes, i % 3 == 0);
 }
 
 // Every block writes the same element.
-RLK_KERNEL(kThreads) void write_from_every_block_kernel(int* out) {
+RLK_KERNEL(kThreads, 1) void write_from_every_block_kernel(int* out) {
   if (rlk::thread_index() == 0) out[0] = static_cast<int>(rlk::block_index());
 }
 

@@ -9,6 +9,21 @@
 namespace rlk {
 namespace cuda {
 
+// Where rows are too few to keep a device's multiprocessors busy, a row is split over blocks.
+size_t token_stats_workspace_bytes(const TokenStatsForwardParams& params, int multiprocessors);
+void token_stats_forward(const TokenStatsForwardParams& params, LaunchTarget target, void* workspace);
+void token_stats_backward(const TokenStatsBackwardParams& params, LaunchTarget target, int multiprocessors);
+
+size_t policy_objective_workspace_bytes(const PolicyObjectiveParams& params);
+void policy_objective(const PolicyObjectiveParams& params, LaunchTarget target, void* workspace);
+
+// `shared_limit`: bytes of shared memory that a block may ask for.
+size_t policy_sweep_workspace_bytes(const PolicySweepParams& params, int multiprocessors);
+void policy_sweep(const PolicySweepParams& params, LaunchTarget target, void* workspace, int multiprocessors,
+                  size_t shared_limit);
+// Multiplies by a number on the device, which is of the compute type; leaves the values alone where it is 1.
+void scale_unless_one(void* values, DType dtype, int64_t count, const void* factor, LaunchTarget target);
+
 void prefix_counts(const PrefixCountsParams& params, LaunchTarget target);
 
 }  // namespace cuda

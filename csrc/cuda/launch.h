@@ -1,7 +1,9 @@
 // What the kernels take from CUDA, and the only macros they need. nvcc gives it, or csrc/host_device/ on the CPU.
 //
-//   RLK_KERNEL(threads) void name(...)       a kernel launched with at most that many threads a block
+//   RLK_KERNEL(threads, blocks) void name(..)  a kernel of at most that many threads a block, of which as many blocks
+//                                            have their registers on a multiprocessor
 //   RLK_DEVICE                               a function that kernels call
+//   RLK_UNROLL for (...)                     arrays indexed in it can be registers
 //   RLK_SHARED(Type, name, count)            Type* name: memory of a block
 //   RLK_DYNAMIC_SHARED(Type, name)           the same, of the size that the launch says
 //   RLK_LAUNCH(target, (kernel), blocks, threads, dynamic_bytes, arguments...)
@@ -29,8 +31,9 @@ struct LaunchTarget {
 
 #include "../host_device/runtime.h"
 
-#define RLK_KERNEL(threads) static
+#define RLK_KERNEL(threads, blocks) static
 #define RLK_DEVICE inline
+#define RLK_UNROLL
 #define RLK_SHARED(Type, name, count) \
   static char name##_key;             \
   Type* const name = static_cast<Type*>(rlk::host_device::static_shared(&name##_key, (count) * sizeof(Type)))
@@ -54,8 +57,9 @@ void launch(LaunchTarget, const char* name, void (*kernel)(Params...), int64_t b
 
 #include <cuda_runtime.h>
 
-#define RLK_KERNEL(threads) static __global__ __launch_bounds__(threads)
+#define RLK_KERNEL(threads, blocks) static __global__ __launch_bounds__(threads, blocks)
 #define RLK_DEVICE __device__ __forceinline__
+#define RLK_UNROLL _Pragma("unroll")
 #define RLK_SHARED(Type, name, count)                                          \
   __shared__ __align__(16) unsigned char name##_bytes[(count) * sizeof(Type)]; \
   Type* const name = reinterpret_cast<Type*>(name##_bytes)

@@ -46,7 +46,7 @@ RLK_DEVICE int64_t common_prefix(const PrefixCountsParams& p, int64_t row, int64
   return end;
 }
 
-RLK_KERNEL(kThreads) void prefix_counts_kernel(PrefixCountsParams p) {
+RLK_KERNEL(kThreads, 1) void prefix_counts_kernel(PrefixCountsParams p) {
   RLK_SHARED(int64_t, shared_prefix, kOthers);
   const int64_t position = block_index();
   const int64_t row = p.row_order[position];
