@@ -1,5 +1,7 @@
 """Builds `csrc/` with CMake into `rlkernels._native`; everything else is declared in pyproject.toml."""
 
+import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,6 +33,7 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target.parent}",
             "-DCMAKE_BUILD_TYPE=Release",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),  # -DRLK_CUDA=OFF, -DCMAKE_CUDA_ARCHITECTURES=90
         ]
         subprocess.run(configure, check=True)
         subprocess.run(["cmake", "--build", str(build_dir)], check=True)

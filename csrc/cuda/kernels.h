@@ -3,11 +3,21 @@
 // `*_workspace_bytes` says for the same parameters; a null one is as good where that is 0.
 #pragma once
 
+#include <cstddef>
+
 #include "../params.h"
-#include "launch.h"
 
 namespace rlk {
+
+// Where kernels run: a device's ordinal and its cudaStream_t.
+struct LaunchTarget {
+  int device;
+  void* stream;
+};
+
 namespace cuda {
+
+int driver_version();  // of NVIDIA's driver, as CUDA numbers them; 0 without one
 
 // Where rows are too few to keep a device's multiprocessors busy, a row is split over blocks.
 size_t token_stats_workspace_bytes(const TokenStatsForwardParams& params, int multiprocessors);

@@ -13,17 +13,12 @@
 #include <cstdint>
 
 #include "../check.h"
+#include "kernels.h"
 
 namespace rlk {
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
-
-// Where kernels run: a device's ordinal and its cudaStream_t.
-struct LaunchTarget {
-  int device;
-  void* stream;
-};
 
 }  // namespace rlk
 

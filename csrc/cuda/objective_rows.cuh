@@ -5,7 +5,6 @@
 
 #include "../objective_batch.h"
 #include "block_reduce.cuh"
-#include "kernels.h"
 
 namespace rlk {
 namespace cuda {
@@ -42,14 +41,15 @@ struct SequenceTotals {
 };
 
 template <class Function>
-RLK_DEVICE void with_kind(ObjectiveKind kind, Function function) {
+RLK_DEVICE void with_kind(const ObjectiveOptions& options, Function function) {
   using K = ObjectiveKind;
-  switch (kind) {
+  switch (options.kind) {
     case K::kClip:
       return function(std::integral_constant<K, K::kClip>{});
     case K::kClipDetached:
       return function(std::integral_constant<K, K::kClipDetached>{});
     case K::kGeometric:
+      if (options.clips_sequence) return function(std::integral_constant<K, K::kGeometricSequence>{});
       return function(std::integral_constant<K, K::kGeometric>{});
     case K::kCispo:
       return function(std::integral_constant<K, K::kCispo>{});
@@ -59,6 +59,8 @@ RLK_DEVICE void with_kind(ObjectiveKind kind, Function function) {
       return function(std::integral_constant<K, K::kNft>{});
     case K::kReinforce:
       return function(std::integral_constant<K, K::kReinforce>{});
+    case K::kGeometricSequence:
+      break;
   }
 }
 
@@ -72,14 +74,17 @@ RLK_KERNEL(kObjectiveThreads, 1)
 void sequence_totals_kernel(PolicyObjectiveParams p, SequenceTotals totals) {
   RLK_SHARED(double, count_scratch, kObjectiveThreads / kWarp);
   RLK_SHARED(double, pooled_scratch, kObjectiveThreads / kWarp);
-  const int64_t b = block_index(), end = sequence_end(p, b);
+  const int64_t b = block_index(), begin = sequence_begin(p, b), end = sequence_end(p, b);
   double count = 0, pooled = 0;
-  for (int64_t i = sequence_begin(p, b) + thread_index(); i < end; i += kObjectiveThreads) {
-    if (!p.mask[i]) continue;
-    count += 1;
-    if (totals.log_ratios) {
-      pooled += pooled_log_ratio(p.options, token_at<T>(p, i, b, value_at<T>(p.logp, i))).value;
-    }
+  for (int64_t i = begin + thread_index(); i < end; i += kObjectiveThreads) count += p.mask[i] != 0;
+  if (totals.log_ratios) {
+    with_kind(p.options, [&](auto kind) {
+      for (int64_t i = begin + thread_index(); i < end; i += kObjectiveThreads) {
+        if (!p.mask[i]) continue;
+        const ObjectiveToken token = token_at<T>(p, i, b, value_at<T>(p.logp, i));
+        pooled += pooled_log_ratio<decltype(kind)::value>(p.options, token).value;
+      }
+    });
   }
   count = block_reduce<kObjectiveThreads>(count, count_scratch, Sum{});
   pooled = block_reduce<kObjectiveThreads>(pooled, pooled_scratch, Sum{});

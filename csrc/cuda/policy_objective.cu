@@ -46,8 +46,8 @@ struct TokenSums {
                                       d,
                                       exponential(d).minus_one - d,
                                       terms.ratio,
-                                      terms.clipped_low ? 1.0 : 0.0,
-                                      terms.clipped_high ? 1.0 : 0.0,
+                                      terms.clipped_low,
+                                      terms.clipped_high,
                                       token.weight,
                                       token.policy_weight,
                                       terms.kl,
@@ -79,19 +79,19 @@ RLK_DEVICE void sequence_terms(const PolicyObjectiveParams& p, const SequenceTot
   const double x_of_sequence = token_level ? 0.0 : totals.log_ratios[b];
   T* const dlogp = static_cast<T*>(p.dlogp);
   T* const dentropy = static_cast<T*>(p.dentropy);
+  const auto token_of = [&](int64_t i) { return token_at<T>(p, i, b, value_at<T>(p.logp, i)); };
   TokenSums of_tokens;
   for (int64_t i = begin + thread_index(); i < end; i += kObjectiveThreads) {
-    const bool used = p.mask[i] != 0;
     double coefficient = 0;
-    if (used) {
-      const ObjectiveToken token = token_at<T>(p, i, b, value_at<T>(p.logp, i));
+    if (p.mask[i]) {
+      const ObjectiveToken token = token_of(i);
       const double x = token_level ? token.log_ratio() : x_of_sequence;
       const ObjectiveTerms terms = objective_terms<kKind>(o, token, x, length);
       of_tokens.add(token, terms, p.entropy ? value_at<T>(p.entropy, i) : 0.0);
-      coefficient = scale * (terms.dlogp + (token_level ? terms.dx : 0.0));
+      coefficient = scale * (terms.dlogp + terms.dx);
     }
-    if (dlogp) dlogp[i] = static_cast<T>(coefficient);
-    if (dentropy) dentropy[i] = static_cast<T>(used ? -o.entropy_coef * entropy_scale : 0.0);
+    if (dlogp && token_level) dlogp[i] = static_cast<T>(coefficient);
+    if (dentropy) dentropy[i] = static_cast<T>(p.mask[i] ? -o.entropy_coef * entropy_scale : 0.0);
   }
   of_tokens.reduce();
   const double (&sums)[kTokenSums] = of_tokens.sums;
@@ -99,10 +99,13 @@ RLK_DEVICE void sequence_terms(const PolicyObjectiveParams& p, const SequenceTot
   if (dlogp && !token_level) {
     const double through_sequence = scale * sums[kDxSum] / (o.sums_sequence() ? 1.0 : length);
     for (int64_t i = begin + thread_index(); i < end; i += kObjectiveThreads) {
-      if (!p.mask[i]) continue;
-      const Clamped pooled = pooled_log_ratio(o, token_at<T>(p, i, b, value_at<T>(p.logp, i)));
-      // the direct part was rounded to T once already; sequence objectives other than GSPO-token have none
-      dlogp[i] = static_cast<T>(dlogp[i] + through_sequence * pooled.slope);
+      double coefficient = 0;
+      if (p.mask[i]) {
+        const ObjectiveToken token = token_of(i);
+        const double direct = objective_terms<kKind>(o, token, x_of_sequence, length).dlogp;
+        coefficient = scale * direct + through_sequence * pooled_log_ratio<kKind>(o, token).slope;
+      }
+      dlogp[i] = static_cast<T>(coefficient);
     }
   }
 
@@ -135,7 +138,7 @@ RLK_DEVICE void sequence_terms(const PolicyObjectiveParams& p, const SequenceTot
 template <class T>
 RLK_KERNEL(kObjectiveThreads, 1)
 void sequence_terms_kernel(PolicyObjectiveParams p, SequenceTotals totals, double* parts) {
-  with_kind(p.options.kind, [&](auto kind) { sequence_terms<T, decltype(kind)::value>(p, totals, parts); });
+  with_kind(p.options, [&](auto kind) { sequence_terms<T, decltype(kind)::value>(p, totals, parts); });
 }
 
 template <class Fold>

@@ -26,7 +26,7 @@ RLK_DEVICE RowUpstream<T> upstream_of_row(const PolicyObjectiveParams& p, const 
   const int64_t b = sequence_of(p, row);
   const ObjectiveToken token = token_at<T>(p, row, b, logp);
   double slope = 0;
-  with_kind(p.options.kind, [&](auto kind) {
+  with_kind(p.options, [&](auto kind) {
     const ObjectiveTerms terms = objective_terms<decltype(kind)::value>(p.options, token, token.log_ratio(), 1.0);
     slope = terms.dlogp + terms.dx;
   });

@@ -3,7 +3,7 @@
 //   counts[i, t] = 1 + #{j != i : LCP(i, j) > t}
 //
 // One block a row: its warps find the row's LCPs, its threads count them at every position.
-#include "kernels.h"
+#include "launch.h"
 
 namespace rlk {
 namespace cuda {

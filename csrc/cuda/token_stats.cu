@@ -1,5 +1,4 @@
 // Row statistics of logits, and their gradient.
-#include "kernels.h"
 #include "row_sweeps.cuh"
 
 namespace rlk {

@@ -75,12 +75,28 @@ triton_is_interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _HAS_GPU = torch.cuda.is_available() or torch.xpu.is_available()
 
 
+def _cuda_error() -> str | None:
+    if _NATIVE_ERROR is not None:
+        return f"the C++ extension does not import ({_NATIVE_ERROR})"
+    kernels = getattr(importlib.import_module("rlkernels._native"), "cuda", None)
+    if kernels is None:
+        return "built without CUDA kernels, for want of nvcc; GPUs run the Triton kernels (backend 'triton')"
+    if kernels.driver_version() == 0:
+        return "built with CUDA kernels, but this machine has no NVIDIA driver"
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "built with CUDA kernels, but PyTorch finds no NVIDIA GPU"
+    return None
+
+
+_CUDA_ERROR = _cuda_error()
+
+
 def why_unavailable(name: str) -> str | None:
     """None if backend `name` can run here, else the reason."""
     if name == "cpu" and _NATIVE_ERROR is not None:
         return f"the C++ extension does not import ({_NATIVE_ERROR}); reinstall with a C++17 compiler"
-    if name == "cuda":
-        return "this version has no CUDA C++ kernels; GPUs run the Triton kernels (backend 'triton')"
+    if name == "cuda" and _CUDA_ERROR is not None:
+        return _CUDA_ERROR
     if name == "triton" and _TRITON_ERROR is not None:
         return f"triton does not import ({_TRITON_ERROR})"
     if name == "triton" and not _HAS_GPU and not triton_is_interpreted:
@@ -103,6 +119,8 @@ def choose(device: torch.device) -> str:
     reason = why_unavailable(name)
     if reason is None and name == "cpu" and device.type != "cpu":
         reason = f"it runs on CPU tensors, got {device}"
+    if reason is None and name == "cuda" and device.type != "cuda":
+        reason = f"it runs on CUDA tensors, got {device}"
     if reason is None and name == "triton" and device.type == "cpu" and not triton_is_interpreted:
         reason = "it runs on GPU tensors, got cpu (TRITON_INTERPRET=1 runs it on CPU tensors)"
     if reason is not None:
@@ -117,6 +135,13 @@ _MODULES = {
         "policy_objective": "rlkernels.backends.native",
         "policy_sweep": "rlkernels.backends.native",
         "prefix_counts": "rlkernels.backends.native",
+    },
+    "cuda": {
+        "token_stats": "rlkernels.backends.cuda",
+        "linear_token_stats": "rlkernels.backends.cuda",
+        "policy_objective": "rlkernels.backends.cuda",
+        "policy_sweep": "rlkernels.backends.cuda",
+        "prefix_counts": "rlkernels.backends.cuda",
     },
     "triton": {
         "token_stats": "rlkernels.triton_kernels.token_stats",

@@ -1,0 +1,116 @@
+"""The CUDA C++ kernels on GPU tensors. Nothing waits for the device."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernels import _native, checks
+from rlkernels.backends.params import DTYPE_CODES, Params, address
+from rlkernels.ops.objective_options import ObjectiveOptions
+from rlkernels.ops.rows import Rows, RowStats, SavedStats, Tile, Upstream
+
+if TYPE_CHECKING:  # the operation's file imports the backends
+    from rlkernels.ops.policy_objective import ObjectiveBatch, ObjectiveResult
+
+kernels: Any = getattr(_native, "cuda", None)  # None in a build without nvcc
+
+
+class Limits(NamedTuple):
+    """What a launch depends on."""
+
+    multiprocessors: int
+    shared_bytes: int  # that a block may ask for
+
+
+@functools.cache
+def limits(device: torch.device) -> Limits:
+    properties = torch.cuda.get_device_properties(device)
+    return Limits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+
+
+def target(device: torch.device) -> dict[str, int]:
+    """Where kernels run: a device's ordinal and its current stream."""
+    stream = torch.cuda.current_stream(device)
+    return {"device": stream.device_index, "stream": stream.cuda_stream}
+
+
+def _workspace(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _check(rows: Rows, vocab: int) -> None:
+    checks.check_row_values(
+        rows.targets, vocab, rows.ignore_index, rows.temperature, rows.softcap, rows.logit_scale
+    )
+
+
+def empty_states(count: int, logits: Tensor) -> Tensor:
+    """`[count, ...]` row states for a sweep in tiles; the first tile starts them, column 0 is the running maximum."""
+    return logits.new_empty(count, kernels.row_state_bytes // 8, dtype=torch.float64)
+
+
+def token_stats_forward(rows: Rows, stats: RowStats, tile: Tile | None = None, states: Tensor | None = None) -> None:
+    device = rows.logits.device
+    _check(rows, rows.logits.shape[-1] if tile is None else tile.vocab)
+    params = Params(kernels).forward(rows, stats, tile, states)
+    size = kernels.token_stats_workspace_bytes(params, limits(device).multiprocessors)
+    workspace = _workspace(size, device)
+    kernels.token_stats_forward(params, **target(device), workspace=address(workspace))
+
+
+def token_stats_backward(
+    rows: Rows,
+    saved: SavedStats,
+    upstream: Upstream,
+    dlogits: Tensor,
+    tile: Tile | None = None,
+    dtarget: Tensor | None = None,
+) -> None:
+    """`dlogits` may be the logits; with `dtarget` the target's gradient goes there, and 0 into `dlogits`."""
+    device = rows.logits.device
+    params = Params(kernels).backward(rows, saved, upstream, dlogits, tile, dtarget)
+    kernels.token_stats_backward(params, **target(device), multiprocessors=limits(device).multiprocessors)
+
+
+def policy_objective(
+    logp: Tensor, entropy: Tensor | None, options: ObjectiveOptions, batch: ObjectiveBatch, result: ObjectiveResult
+) -> None:
+    params = Params(kernels).objective(options, batch, logp=logp, entropy=entropy, **result._asdict())
+    workspace = _workspace(kernels.policy_objective_workspace_bytes(params), logp.device)
+    kernels.policy_objective(params, **target(logp.device), workspace=address(workspace))
+
+
+def policy_sweep(
+    rows: Rows, options: ObjectiveOptions, batch: ObjectiveBatch, stats: RowStats, dlogits: Tensor
+) -> None:
+    device = rows.logits.device
+    _check(rows, rows.logits.shape[-1])
+    params = Params(kernels).sweep(rows, options, batch, stats, dlogits)
+    multiprocessors, shared_bytes = limits(device)
+    workspace = _workspace(kernels.policy_sweep_workspace_bytes(params, multiprocessors), device)
+    kernels.policy_sweep(
+        params,
+        **target(device),
+        workspace=address(workspace),
+        multiprocessors=multiprocessors,
+        shared_limit=shared_bytes,
+    )
+
+
+def scale_unless_one(dlogits: Tensor, factor: Tensor) -> None:
+    kernels.scale_unless_one(
+        values=address(dlogits),
+        dtype=DTYPE_CODES[dlogits.dtype],
+        count=dlogits.numel(),
+        factor=address(factor),
+        **target(dlogits.device),
+    )
+
+
+def prefix_counts(token_ids: Tensor, lengths: Tensor, row_order: Tensor, group_starts: Tensor, counts: Tensor) -> None:
+    params = Params(kernels).prefix_counts(token_ids, lengths, row_order, group_starts, counts)
+    kernels.prefix_counts(params, **target(token_ids.device))
