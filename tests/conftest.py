@@ -15,6 +15,7 @@ def _has_gpu() -> bool:
 if not _has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
 
+import host_device  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -59,3 +60,9 @@ def thread_counts() -> Iterator[tuple[int, ...]]:
     before = torch.get_num_threads()
     yield 1, 2, 5
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def host_device_kernels(tmp_path_factory: pytest.TempPathFactory):
+    """The CUDA kernels as the CPU runs them: a module with the functions of `rlkernels._native.cuda`."""
+    return host_device.load(host_device.build(tmp_path_factory.mktemp("host_device")), "_host_device")

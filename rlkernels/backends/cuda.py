@@ -43,9 +43,7 @@ def _workspace(size: int, device: torch.device) -> Tensor:
 
 
 def _check(rows: Rows, vocab: int) -> None:
-    checks.check_row_values(
-        rows.targets, vocab, rows.ignore_index, rows.temperature, rows.softcap, rows.logit_scale
-    )
+    checks.check_row_values(rows.targets, vocab, rows.ignore_index, rows.temperature, rows.softcap, rows.logit_scale)
 
 
 def empty_states(count: int, logits: Tensor) -> Tensor:

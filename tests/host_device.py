@@ -1,0 +1,55 @@
+"""The CUDA kernels as the CPU runs them: building their modules, and the `cuda` backend on CPU tensors."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pybind11
+import pytest
+
+from rlkernels import backends
+from rlkernels.backends import cuda
+
+SOURCES = Path(__file__).parent.parent / "csrc"
+
+# as an H100's
+SHARED_BYTES = 227 << 10
+
+
+def build(directory: Path, sanitize: str = "off") -> Path:
+    """Builds both modules; `sanitize` is "thread", "address" or "off". Returns where they lie."""
+    configure = [
+        *("cmake", "-S", str(SOURCES / "host_device"), "-B", str(directory), "-G", "Ninja"),
+        "-DCMAKE_BUILD_TYPE=Release",
+        f"-DRLK_SANITIZE={sanitize}",
+        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+        f"-DPython_EXECUTABLE={sys.executable}",
+    ]
+    for command in (configure, ["cmake", "--build", str(directory)]):
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
+    return directory
+
+
+def load(directory: Path, name: str) -> ModuleType:
+    (path,) = directory.glob(f"{name}.*.so")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def use(kernels: object, patch: pytest.MonkeyPatch, multiprocessors: int = 1, shared_bytes: int = SHARED_BYTES) -> None:
+    """Makes `cuda` a backend of CPU tensors, which it runs with `kernels` as on a GPU with these limits."""
+    limits = cuda.Limits(multiprocessors, shared_bytes)
+    choose = backends.choose
+    patch.setattr(cuda, "kernels", kernels)
+    patch.setattr(cuda, "limits", lambda device: limits)
+    patch.setattr(cuda, "target", lambda device: {"device": 0, "stream": 0})
+    patch.setattr(backends, "_CUDA_ERROR", None)
+    patch.setattr(backends, "choose", lambda device: "cuda" if backends.backend() == "cuda" else choose(device))
