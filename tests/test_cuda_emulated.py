@@ -38,6 +38,7 @@ EVERYTHING = Wanted(*[True] * len(Wanted._fields))
 PLAIN = Wanted(entropy=True, lse=True, log_sum_sq_probs=False, mean_logits=False, is_top1=False)
 STATISTICS = ("logp", "entropy", "lse", "log_sum_sq_probs", "mean_logits")
 IGNORE = -100
+MANY_SEGMENTS = 65 * SEGMENT + 1  # more than are merged at once
 MANY, FEW = 1, 100  # rows for a device of so many multiprocessors
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -127,6 +128,7 @@ def confident(generator: Generator) -> Case:
 
 CASES: dict[str, Callable[[Generator], Case]] = {
     **{f"V = {vocab}": lambda g, vocab=vocab: gaussian(vocab, g) for vocab in (1, 31, SEGMENT, SEGMENT + 1, 12289)},
+    "many segments": lambda g: gaussian(MANY_SEGMENTS, g, 2),
     "no rows": lambda g: gaussian(5, g, 0),
     "odd strides": odd_strides,
     "odd strides, softcap": lambda g: capped(odd_strides(g)),
