@@ -46,5 +46,12 @@ PYBIND11_MODULE(_native, m) {
   }
   rlk::cuda::bind_kernels(cuda);
   cuda.def("driver_version", &rlk::cuda::driver_version);
+  cuda.def(
+      "device_limits",
+      [](int device) {
+        const rlk::cuda::DeviceLimits limits = rlk::cuda::device_limits(device);
+        return py::make_tuple(limits.multiprocessors, limits.shared_bytes);
+      },
+      py::arg("device"));
 #endif
 }

@@ -119,7 +119,7 @@ def run_row_kernels(generator: Generator, patch: pytest.MonkeyPatch, recorder: R
                 cases.forward(rows, cases.PLAIN)
                 cases.backward(rows, cases.forward(rows), cases.upstream_of(rows), skew=1)
     host_device.use(recorder, patch)
-    cases.forward(cases.make_rows(cases.gaussian(cases.MANY_SEGMENTS, generator, 1), torch.bfloat16))
+    cases.forward(cases.make_rows(cases.gaussian(cases.MANY_SEGMENTS, generator, 2), torch.bfloat16))
     rows = cases.make_rows(cases.targets_in_every_tile(cases.gaussian(9001, generator, 7)), torch.bfloat16)
     outputs, states = cases.unwritten_stats(rows, cases.EVERYTHING), cuda.empty_states(7, rows.logits)
     dtarget = torch.empty_like(outputs.logp)

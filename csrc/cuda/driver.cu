@@ -8,5 +8,12 @@ int driver_version() {
   return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
 }
 
+DeviceLimits device_limits(int device) {
+  int multiprocessors = 0, shared_bytes = 0;
+  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "multiprocessors");
+  check_cuda(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory");
+  return {multiprocessors, static_cast<size_t>(shared_bytes)};
+}
+
 }  // namespace cuda
 }  // namespace rlk

@@ -19,6 +19,12 @@ namespace cuda {
 
 int driver_version();  // of NVIDIA's driver, as CUDA numbers them; 0 without one
 
+struct DeviceLimits {
+  int multiprocessors;
+  size_t shared_bytes;  // that a block may ask for
+};
+DeviceLimits device_limits(int device);
+
 // Where rows are too few to keep a device's multiprocessors busy, a row is split over blocks.
 size_t token_stats_workspace_bytes(const TokenStatsForwardParams& params, int multiprocessors);
 void token_stats_forward(const TokenStatsForwardParams& params, LaunchTarget target, void* workspace);

@@ -28,8 +28,7 @@ class Limits(NamedTuple):
 
 @functools.cache
 def limits(device: torch.device) -> Limits:
-    properties = torch.cuda.get_device_properties(device)
-    return Limits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    return Limits(*kernels.device_limits(device.index))
 
 
 def target(device: torch.device) -> dict[str, int]:
