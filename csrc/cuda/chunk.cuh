@@ -9,9 +9,22 @@ namespace cuda {
 
 constexpr int kChunkBytes = 16;
 
-struct alignas(kChunkBytes) Chunk {
+struct Chunk {
   uint32_t words[4];
 };
+
+// As one access: a struct's members would be accessed one by one.
+RLK_DEVICE Chunk load_aligned(const void* address) {
+  const uint4 words = *static_cast<const uint4*>(address);
+  return {{words.x, words.y, words.z, words.w}};
+}
+RLK_DEVICE void store_aligned(const Chunk& chunk, void* address) {
+  *static_cast<uint4*>(address) = {chunk.words[0], chunk.words[1], chunk.words[2], chunk.words[3]};
+}
+// The compiler would take that apart where the words have just been computed.
+RLK_DEVICE void store_to_global(const Chunk& chunk, void* address) {
+  __stwb(static_cast<uint4*>(address), {chunk.words[0], chunk.words[1], chunk.words[2], chunk.words[3]});
+}
 
 template <class Elem>
 constexpr int kPerChunk = kChunkBytes / sizeof(Elem);
@@ -66,13 +79,9 @@ RLK_DEVICE Chunk join(const Chunk& left, const Chunk& right, int shift) {
 // Elements from `start` on, in aligned reads; `shift` is start's misalignment.
 template <class Elem>
 RLK_DEVICE Chunk load(const Elem* start, int shift) {
-  const auto* aligned = reinterpret_cast<const Chunk*>(reinterpret_cast<const char*>(start) - shift);
-  return shift == 0 ? aligned[0] : join<Elem>(aligned[0], aligned[1], shift);
-}
-
-template <class Elem>
-RLK_DEVICE void store(const Chunk& chunk, Elem* aligned) {
-  *reinterpret_cast<Chunk*>(aligned) = chunk;
+  const char* const aligned = reinterpret_cast<const char*>(start) - shift;
+  const Chunk left = load_aligned(aligned);
+  return shift == 0 ? left : join<Elem>(left, load_aligned(aligned + kChunkBytes), shift);
 }
 
 }  // namespace cuda

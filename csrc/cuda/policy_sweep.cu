@@ -117,7 +117,7 @@ void scale_kernel(Elem* values, int64_t count, const void* factor, int64_t piece
         RLK_UNROLL
         for (int j = 0; j < kChunksPerLane; ++j) {
           Elem* const at = values + column_of(batch, j);
-          store(scaled(load(at, 0)), at);
+          store_to_global(scaled(load(at, 0)), at);
         }
       },
       [&](int64_t batch) {

@@ -176,7 +176,7 @@ template <class Elem>
 struct Stage {
   Elem* row;
 
-  RLK_DEVICE void keep(const Chunk& chunk, int64_t column) const { store(chunk, row + column); }
+  RLK_DEVICE void keep(const Chunk& chunk, int64_t column) const { store_aligned(chunk, row + column); }
 };
 struct NoStage {
   RLK_DEVICE void keep(const Chunk&, int64_t) const {}
@@ -362,7 +362,7 @@ RLK_DEVICE void write_zeros(Elem* data, int64_t width, Piece piece) {
       out, piece, {0, width},
       [&](int64_t batch) {
         RLK_UNROLL
-        for (int j = 0; j < kChunksPerLane; ++j) store(Chunk{}, out.data + column_of(batch, j));
+        for (int j = 0; j < kChunksPerLane; ++j) store_to_global(Chunk{}, out.data + column_of(batch, j));
       },
       [&](int64_t batch) {
         RLK_UNROLL
@@ -436,14 +436,14 @@ RLK_DEVICE void write_gradient(const LogitsRow<Elem>& row, int64_t y, const RowT
         RLK_UNROLL
         for (int j = 0; j < kChunksPerLane; ++j) chunks[j] = read_all<Elem, kStrided>(row, column_of(batch, j), shift);
         RLK_UNROLL
-        for (int j = 0; j < kChunksPerLane; ++j) store(formed(chunks[j]), out.data + column_of(batch, j));
+        for (int j = 0; j < kChunksPerLane; ++j) store_to_global(formed(chunks[j]), out.data + column_of(batch, j));
       },
       [&](int64_t batch) {
         RLK_UNROLL
         for (int j = 0; j < kChunksPerLane; ++j) {
           const int64_t column = column_of(batch, j);
           if (safe.contain(column, column + kPerChunk<Elem>)) {
-            store(formed(read_all<Elem, kStrided>(row, column, shift)), out.data + column);
+            store_to_global(formed(read_all<Elem, kStrided>(row, column, shift)), out.data + column);
           } else {
             out.store_some(formed(read_some<Elem, kStrided>(row, column)), column);
           }

@@ -43,6 +43,11 @@ inline int lane() { return thread_index() % 32; }
 }  // namespace host_device
 }  // namespace rlk
 
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+inline void __stwb(uint4* address, uint4 value) { *address = value; }
+
 inline void __syncthreads() { rlk::host_device::block_barrier(); }
 
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
