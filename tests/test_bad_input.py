@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import rlkernels
-from rlkernels import CISPO, GMPO, GRPO, GSPO, NFT, SAPO, PolicyBatch, Reinforce
+from rlkernels import CISPO, GMPO, GRPO, GSPO, NFT, SAPO, PolicyBatch, Reinforce, backends
 
 TARGETS = torch.tensor([[1, 2, 3], [4, 0, -100]])
 LOGITS = torch.zeros(2, 3, 5)
@@ -165,10 +166,32 @@ def test_unknown_backend() -> None:
         rlkernels.set_backend("gpu")
 
 
-def test_unavailable_backend_says_why() -> None:
-    with pytest.raises(RuntimeError, match=r"cuda.*Triton"):
+NO_DRIVER = SimpleNamespace(driver_version=lambda: 0)
+NO_GPU = SimpleNamespace(driver_version=lambda: 13000)
+
+
+@pytest.mark.parametrize(
+    "kernels, reason",
+    [(None, "built without CUDA kernels.*triton"), (NO_DRIVER, "no NVIDIA driver"), (NO_GPU, "no NVIDIA GPU")],
+    ids=["without nvcc", "without a driver", "without a GPU"],
+)
+def test_unavailable_backend_says_why(
+    kernels: SimpleNamespace | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = pytest.importorskip("rlkernels._native")
+    monkeypatch.setattr(native, "cuda", kernels, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(backends, "_CUDA_ERROR", backends._cuda_error())
+    with pytest.raises(RuntimeError, match=f"cuda.*{reason}"):
         rlkernels.set_backend("cuda")
     assert rlkernels.backend() == "auto"
+
+
+def test_cuda_kernels_take_tensors_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_CUDA_ERROR", None)
+    rlkernels.set_backend("cuda")
+    with pytest.raises(RuntimeError, match=r"cuda.*got cpu"):
+        rlkernels.token_stats(LOGITS, TARGETS)
 
 
 def test_explicit_backend_is_never_replaced() -> None:

@@ -24,7 +24,6 @@ from test_policy_objective import OBJECTIVES, both_ways, evaluate, logits_batch,
 from torch import Generator, Tensor
 
 import rlkernels
-from rlkernels import GMPO
 from rlkernels.backends import cuda, params
 from rlkernels.ops.rows import compute_dtype
 
@@ -132,7 +131,17 @@ def run_row_kernels(generator: Generator, patch: pytest.MonkeyPatch, recorder: R
 
 def run_objective_kernels(generator: Generator, patch: pytest.MonkeyPatch, recorder: Recorder) -> None:
     host_device.use(recorder, patch)
-    for objective in (*OBJECTIVES.values(), GMPO(clip_level="sequence")):
+    for name in (
+        "grpo-k3-all",
+        "gspo-product-kl",
+        "gspo-token-kl",
+        "gmpo",
+        "gmpo-sequence",
+        "cispo",
+        "sapo",
+        "nft-odds",
+    ):
+        objective = OBJECTIVES[name]
         logp, entropy, batch = random_batch(generator, packed=True, per_token=True)
         evaluate("cuda", logp, batch, objective, entropy)
     rlkernels.set_backend("cuda")
