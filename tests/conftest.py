@@ -2,7 +2,8 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
 
 
 def _has_gpu() -> bool:
@@ -39,11 +40,23 @@ def restored_selection():
     rlkernels.set_checks(False)
 
 
-@pytest.fixture(params=["cpu", "triton", "reference"])
-def backend(request: pytest.FixtureRequest) -> str:
+@pytest.fixture
+def select_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Selects a backend for CPU tensors; the CUDA kernels take them where the CPU runs those."""
+
+    def select(name: str) -> str:
+        if name == "cuda":
+            host_device.use(request.getfixturevalue("host_device_kernels"), monkeypatch)
+        rlkernels.set_backend(name)
+        return name
+
+    return select
+
+
+@pytest.fixture(params=["cpu", "cuda", "triton", "reference"])
+def backend(request: pytest.FixtureRequest, select_backend: Callable[[str], str]) -> str:
     """Each backend in turn, selected explicitly, so that none can stand in for another."""
-    rlkernels.set_backend(request.param)
-    return request.param
+    return select_backend(request.param)
 
 
 @pytest.fixture
@@ -63,6 +76,6 @@ def thread_counts() -> Iterator[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="session")
-def host_device_kernels(tmp_path_factory: pytest.TempPathFactory):
+def host_device_kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The CUDA kernels as the CPU runs them: a module with the functions of `rlkernels._native.cuda`."""
     return host_device.load(host_device.build(tmp_path_factory.mktemp("host_device")), "_host_device")

@@ -1,4 +1,4 @@
-"""The CUDA kernels, run on the CPU by csrc/host_device/, against the definitions."""
+"""The CUDA kernels, run on the CPU by csrc/host_device/: what is theirs alone; the `backend` fixture has them too."""
 
 from __future__ import annotations
 
@@ -9,27 +9,13 @@ from typing import Any, NamedTuple
 import host_device
 import pytest
 import torch
-from test_policy_objective import (
-    LOG_RATIOS,
-    OBJECTIVES,
-    RATIOS,
-    REDUCTIONS,
-    assert_like_reference,
-    at_and_around,
-    both_ways,
-    grid_batch,
-    logits_batch,
-    normalizer_of,
-    one_token_a_sequence,
-    random_batch,
-)
+from test_policy_objective import OBJECTIVES, both_ways, logits_batch
 from tolerance import CONSTANT, assert_as_exact_as_torch
 from torch import Generator, Tensor
 
 import rlkernels
 from rlkernels import checks, reference
 from rlkernels.backends import cuda
-from rlkernels.kernel_options import objective_options
 from rlkernels.ops.rows import Rows, RowStats, SavedStats, Tile, Upstream, Wanted, compute_dtype, empty_row_stats
 from rlkernels.schedules import SEGMENT
 
@@ -476,44 +462,6 @@ def test_rows_without_coefficients_are_not_read(multiprocessors: int, generator:
     assert dlogits.any(-1).tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("old_logp", [True, False], ids=["off-policy", "on-policy"])
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_grid_of_advantage_and_ratio(name: str, old_logp: bool) -> None:
-    logp, batch = grid_batch(at_and_around(RATIOS, LOG_RATIOS), old_logp)
-    assert_like_reference("cuda", logp, batch, OBJECTIVES[name], reduction="token_sum")
-
-
-@pytest.mark.parametrize("name", [name for name, o in OBJECTIVES.items() if not objective_options(o).is_token_level])
-def test_grid_of_sequence_ratios(name: str) -> None:
-    logp, batch = one_token_a_sequence(at_and_around((0.8, 1 - 3e-4, 1 + 4e-4), (0.4,)))
-    assert_like_reference("cuda", logp, batch, OBJECTIVES[name], reduction="token_sum")
-
-
-@pytest.mark.parametrize("packed, per_token", [(False, False), (True, True)], ids=["padded", "packed"])
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_reduction_and_layout(name: str, packed: bool, per_token: bool, generator: Generator) -> None:
-    logp, entropy, batch = random_batch(generator, packed, per_token)
-    for i, reduction in enumerate(REDUCTIONS):
-        objective = dataclasses.replace(OBJECTIVES[name], entropy_coef=0.05, entropy_reduction=REDUCTIONS[(i + 1) % 3])
-        options = {"reduction": reduction, "normalizer": normalizer_of(reduction), "entropy": entropy}
-        assert_like_reference("cuda", logp, batch, objective, **options)
-        if i == 0:
-            assert_like_reference("cuda", logp, batch, objective, **options | {"normalizer": torch.tensor(12.5)})
-
-
-def test_no_token_at_all() -> None:
-    rlkernels.set_backend("cuda")
-    for shape in ((0, 3), (2, 0), (0,)):
-        logp = torch.zeros(shape, requires_grad=True)
-        advantages = torch.ones(shape[0] if len(shape) == 2 else 1)
-        batch = rlkernels.PolicyBatch(torch.zeros(shape, dtype=torch.int64), advantages)
-        out = rlkernels.logp_policy_loss(logp, batch, "gspo", reduction="token_mean")
-        out.loss.backward()
-        assert out.loss == 0
-        assert out.metrics["ratio_mean"] == 0
-
-
-TOKEN_LEVEL = [name for name, objective in OBJECTIVES.items() if objective_options(objective).is_token_level]
 SHARED_BYTES = {"staged": host_device.SHARED_BYTES, "read again": 0}
 
 

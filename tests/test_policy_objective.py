@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,11 +54,10 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
-@pytest.fixture(params=["cpu", "triton"])
-def backend(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=["cpu", "cuda", "triton"])
+def backend(request: pytest.FixtureRequest, select_backend: Callable[[str], str]) -> str:
     """Those with kernels of their own; the reference backend is the definition."""
-    rlkernels.set_backend(request.param)
-    return request.param
+    return select_backend(request.param)
 
 
 REDUCTIONS = rlkernels.REDUCTIONS[:-1]
