@@ -14,6 +14,10 @@ constexpr int kSweepThreads = 512;
 constexpr int kCoefficientThreads = 128;
 constexpr int kScaleBatches = 8;  // a warp's
 
+// States, coefficients, and what aligning them adds.
+constexpr size_t kSharedBesideRow =
+    (kSegmentsAtOnce + 1) * sizeof(RowState<double>) + sizeof(RowCoefficients<float>) + 2 * kChunkBytes;
+
 template <class T>
 struct RowUpstream {
   T dlogp, dentropy;
@@ -136,10 +140,9 @@ bool is_single(const PolicySweepParams& p, int multiprocessors) {
 
 template <class Elem>
 void sweep_once(const PolicySweepParams& p, const SequenceTotals& totals, LaunchTarget target, size_t shared_limit) {
-  constexpr size_t kStatic = 8 << 10;  // what the kernel has beside the row
   const size_t bytes = staged_bytes<Elem>(p.stats.vocab);
   const int64_t rows = p.stats.logits.rows();
-  if (bytes + kStatic <= shared_limit) {
+  if (bytes + kSharedBesideRow <= shared_limit) {
     RLK_LAUNCH(target, (policy_sweep_kernel<Elem, true>), rows, kSweepThreads, bytes, p, totals);
   } else {
     RLK_LAUNCH(target, (policy_sweep_kernel<Elem, false>), rows, kSweepThreads, 0, p, totals);
