@@ -4,7 +4,8 @@
 // Rows that are too few to fill a device, have softcap, columns apart, or are float64 or float16, take a sweep for the
 // statistics and one for the gradient, with the coefficients between them.
 #include "objective_rows.cuh"
-#include "row_sweeps.cuh"
+#include "row_gradient.cuh"
+#include "row_statistics.cuh"
 
 namespace rlk {
 namespace cuda {

@@ -1,5 +1,6 @@
 // Row statistics of logits, and their gradient.
-#include "row_sweeps.cuh"
+#include "row_gradient.cuh"
+#include "row_statistics.cuh"
 
 namespace rlk {
 namespace cuda {
