@@ -99,12 +99,12 @@ def cases(watch: Watch, counts: Counts, dtype: torch.dtype, backend: Any, vocab:
         yield name, {traffic.name: traffic.summary() for traffic in counts()}
 
 
-def assert_each_byte_once(name: str, seen: dict[str, dict[str, float]], issued_loads: float) -> None:
-    """`issued_loads`: passes over the logits, of which all but the first are served by a cache."""
+def assert_each_byte_once(name: str, seen: dict[str, dict[str, float]], passes: int) -> None:
+    """`passes` over the logits at most, of which all but the first are served by a cache."""
     a_few_columns = 64 / VOCAB  # the target's, looked up apart; those left over by loops over whole vectors
     logits = seen["logits"]
     assert (logits["loaded"], logits["stored"]) == (1, 0), name
-    assert issued_loads <= logits["loads"] <= issued_loads + a_few_columns, name
+    assert logits["loads"] <= passes + a_few_columns, name
     if "dlogits" in seen:
         dlogits = seen["dlogits"]
         assert dlogits["stored"] == 1, name
@@ -193,7 +193,7 @@ def test_cpp_kernels(native_traffic: dict[str, dict[str, Any]], dtype: str) -> N
     is_half = dtype == "torch.bfloat16"
     passes = {
         "statistics": 2,
-        "statistics, every output": 2,
+        "statistics, every output": 3,  # is_top1 looks at the columns before the target once more
         "gradient": 1,
         "sweep": 2 if is_half else 3,
         "sweep with an entropy bonus": 3,
@@ -204,8 +204,6 @@ def test_cpp_kernels(native_traffic: dict[str, dict[str, Any]], dtype: str) -> N
     assert seen.keys() == passes.keys()
     for name, traffic in seen.items():
         print(name, traffic)
-        slack = 1 if name == "statistics, every output" else 0  # is_top1 looks for the maximum before the target
-        traffic["logits"]["loads"] -= slack * max(0.0, traffic["logits"]["loads"] - passes[name])
         assert_each_byte_once(name, traffic, passes[name])
 
 
