@@ -476,3 +476,22 @@ def test_operations_contract(generator: Generator) -> None:
     targets = torch.zeros(logp.numel(), dtype=torch.int64)
     arguments = (logits, targets, one, None, one, -100, options, *fused)
     torch.library.opcheck(sweep.policy_sweep, arguments, test_utils=utilities)
+
+
+@pytest.mark.parametrize(
+    "borders", [[0, 2, 9, 6], [0, 2, 4, 10**6], [0, 50, -3, 10**12], [0, 2, 4, 5], [1, 2, 4, 6]], ids=str
+)
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_bad_borders_are_never_addresses(name: str, borders: list[int]) -> None:
+    """What eager code checks first, a compiled function brings straight to the kernel."""
+    batch = PolicyBatch(None, torch.ones(3), cu_seqlens=torch.tensor([0, 2, 4, 6]))
+    logp = torch.zeros(6)
+    recipe = rlkernels.losses._checked_recipe(batch, OBJECTIVES[name], None, None)
+    fused = objective_batch(batch, batch.check_against((6,), logp.device), recipe, torch.float32)
+    options = list(objective_options(recipe.objective))
+    for bad, message in (
+        ({"cu_seqlens": torch.tensor(borders)}, "cu_seqlens: expected borders that rise from 0 to 6"),
+        ({"normalizer": torch.tensor([-1.0], dtype=torch.float64)}, "normalizer: expected a finite number >= 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            operation.policy_objective(logp, None, options, *fused._replace(**bad), True)

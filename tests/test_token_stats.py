@@ -688,6 +688,24 @@ def test_bounds(backend: str, vocab: int, generator: Generator) -> None:
     assert (stats.entropy <= ln(vocab) * (1 + 1e-6)).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_softcap_of_nearly_certain_tokens(backend: str, dtype: torch.dtype, generator: Generator) -> None:
+    """The target's gradient is 1 - p of the very capped logits that the statistics saw; 0 where there is one column."""
+    if backend == "reference":
+        pytest.skip("float32 cancels there")
+    peaks = torch.tensor([20.0, 25.0, 30.0])
+    logits = torch.randn(3, 50, generator=generator).scatter(1, torch.zeros(3, 1, dtype=torch.int64), peaks[:, None])
+    for width in (50, 1):
+        leaf = logits[:, :width].to(dtype).requires_grad_()
+        exact = leaf.detach().double().requires_grad_()
+        for values in (leaf, exact):
+            token_stats(values, torch.zeros(3, dtype=torch.int64), softcap=30.0, temperature=0.7).logp.sum().backward()
+        if width == 1:
+            assert (leaf.grad == 0).all()
+        else:
+            torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2e-2, atol=2e-8)
+
+
 # The C++ kernels: one body for each instruction set, chosen at run time
 
 

@@ -1,5 +1,6 @@
 #include "dispatch.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
@@ -82,6 +83,25 @@ void check_rows(const Params& params) {
   }
 }
 
+void check_normalizer(const char* name, const double* normalizer) {
+  if (normalizer && !(*normalizer >= 0 && std::isfinite(*normalizer))) {
+    fail(name, ": expected a finite number >= 0, got ", *normalizer);
+  }
+}
+
+// Nor does a border of a sequence.
+void check_batch(const PolicyObjectiveParams& params) {
+  check_normalizer("normalizer", params.normalizer);
+  check_normalizer("entropy_normalizer", params.entropy_normalizer);
+  const int64_t* borders = params.cu_seqlens;
+  if (!borders) return;
+  const bool rises = std::is_sorted(borders, borders + params.sequences + 1);
+  if (!rises || borders[0] != 0 || borders[params.sequences] != params.tokens) {
+    fail("cu_seqlens: expected borders that rise from 0 to ", params.tokens, ", got ", borders[0], " to ",
+         borders[params.sequences], rises ? "" : ", not rising");
+  }
+}
+
 }  // namespace
 
 std::vector<std::string> available_isas() {
@@ -114,10 +134,14 @@ void token_stats_backward(const TokenStatsBackwardParams& params) {
   selected().load()->token_stats_backward(params);
 }
 
-void policy_objective(const PolicyObjectiveParams& params) { selected().load()->policy_objective(params); }
+void policy_objective(const PolicyObjectiveParams& params) {
+  check_batch(params);
+  selected().load()->policy_objective(params);
+}
 
 void policy_sweep(const PolicySweepParams& params) {
   check_rows(params.stats);
+  check_batch(params.objective);
   selected().load()->policy_sweep(params);
 }
 

@@ -103,6 +103,13 @@ struct RowCoefficients {
   bool are_zero() const { return dlogp == 0 && dentropy == 0 && dlse == 0; }
 };
 
+template <class V>
+typename V::Scalar first_lane(V x) {
+  typename V::Scalar lanes[V::kLanes];
+  x.store(lanes);
+  return lanes[0];
+}
+
 // Gradient of columns [vocab_start, vocab_start + view.vocab) of one row. Where `dtarget` is given, the target's goes
 // there and leaves 0 in its column.
 template <class Elem, bool kStream, class T>
@@ -119,8 +126,13 @@ void write_row_gradient(const LogitsView& view, int64_t row, int64_t vocab_start
   const Elem* logits = static_cast<const Elem*>(view.data) + view.row_offset(row);
   const int64_t y = target - vocab_start;
   const bool has_target = y >= 0 && y < width;
-  // read before the gradient may take the logits' place
-  double u = has_target ? widen(logits[y * view.stride_vocab]) : 0.0, tanh_slope = 1;
+  // read before the gradient may take the logits' place, and transformed as the statistics' was
+  T u = has_target ? static_cast<T>(widen(logits[y * view.stride_vocab])) : T(0), tanh_slope = 1;
+  if (transform.capped) {
+    const Tanh<V> tanh = tanh_with_slope(V(transform.inner_scale) * V(u));
+    u = first_lane(tanh.value);
+    tanh_slope = first_lane(tanh.slope);
+  }
   write_segments<kStream>(width, threads, [&](int64_t begin, int64_t n) {
     alignas(64) Elem gathered[kSegment];
     const Elem* x = contiguous_segment(logits, view.stride_vocab, begin, n, gathered);
@@ -132,12 +144,7 @@ void write_row_gradient(const LogitsView& view, int64_t row, int64_t vocab_start
   });
 
   if (!has_target) return;
-  if (transform.capped) {
-    const Tanh<double> tanh = rlk::tanh_with_slope(transform.inner_scale * u);
-    u = tanh.value;
-    tanh_slope = tanh.slope;
-  }
-  const T target_gradient = static_cast<T>(gradient.target(transform.k * (u - m)) * tanh_slope);
+  const T target_gradient = static_cast<T>(gradient.target(transform.k * (double(u) - m)) * tanh_slope);
   if (dtarget) {
     static_cast<T*>(dtarget)[row] = target_gradient;
     out[y] = Elem{};

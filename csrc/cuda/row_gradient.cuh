@@ -121,13 +121,13 @@ RLK_DEVICE void write_gradient(const LogitsRow<Elem>& row, int64_t y, const RowT
                           (own_batch - first) % (block_size() / kWarp) == warp_index();
   T target_gradient = 0;
   if (has_target) {
-    double u = widen(row.data[kStrided ? y * row.stride : y]), tanh_slope = 1;
+    T u = widen(row.data[kStrided ? y * row.stride : y]), tanh_slope = 1;
     if (kCanBeCapped && transform.capped) {
-      const Tanh<double> tanh = tanh_with_slope(transform.inner_scale * u);
+      const Tanh<T> tanh = tanh_with_slope(transform.inner_scale * u);
       u = tanh.value;
       tanh_slope = tanh.slope;
     }
-    target_gradient = static_cast<T>(gradient.target(transform.k * (u - m)) * tanh_slope);
+    target_gradient = static_cast<T>(gradient.target(transform.k * (double(u) - m)) * tanh_slope);
     __syncwarp();
   }
 
