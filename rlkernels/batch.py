@@ -25,7 +25,8 @@ class PolicyBatch:
     Args:
         targets: `[B, T]` padded, `[N]` or `[1, N]` packed with `cu_seqlens`; `[N]` alone is one sequence. Integer
             labels of the rows of the logits: `logits[i]` scores `targets[i]`. None for `logp_policy_loss` alone.
-        advantages: `[B]`, `[B, 1]` or `targets`' shape (which a `[B]` of N sequences is taken for).
+        advantages: `[B]`, `[B, 1]` or `targets`' shape. Where B = N, `[B]` is taken for one a token, here and in what
+            follows; `[B, 1]` never is.
         mask: `targets`' shape, any dtype, nonzero = trained; None: `targets != -100`. A label under mask 0 is
             never read.
         old_logp: `targets`' shape: log-probabilities under the policy that sampled. None: on-policy, the ratio is
@@ -40,7 +41,7 @@ class PolicyBatch:
         rows: `[M]` integers, rising: indices into the flat tokens of those that `linear_policy_loss` computes, such as
             `mask.flatten().nonzero().squeeze(1)`. A GPU's host does not know how many tokens are masked and projects
             them all, unless it has this. A trained token that is left out gives NaN. The CPU needs none.
-        extras: `[B]` tensors that one objective alone needs, such as NFT's `success_rate`.
+        extras: `[B]` or `[B, 1]` tensors that one objective alone needs, such as NFT's `success_rate`.
 
     Raises:
         TypeError, ValueError: a wrong type, shape, dtype, device or border, naming the argument.
