@@ -275,7 +275,7 @@ def test_nothing_is_written_before_bad_values_are_found(backend: str, name: str)
     rows = make_rows(**{**good_call("cpu"), **defaults, **changed})
     stats = empty_row_stats(rows, Wanted(*[True] * len(OUTPUTS)))
     stats = RowStats(*(tensor.fill_(True if tensor.dtype == torch.bool else math.nan) for tensor in stats))
-    module = backends.implementation("token_stats", rows.logits.device)
+    module = backends.implementation("token_stats", rows.logits)
     with pytest.raises(ValueError, match=message):
         module.token_stats_forward(rows, stats)
     for field, tensor in stats._asdict().items():

@@ -138,7 +138,7 @@ def test_every_element_is_written(
     logits, targets = leaf_and_targets(backend, generator, dtype, n=5, vocab=vocab)
     targets[1] = IGNORE
     rows = make_rows(logits.detach(), targets, 0.75, options.get("softcap"), 1.0, IGNORE)
-    module = backends.implementation("token_stats", logits.device)
+    module = backends.implementation("token_stats", logits)
 
     results = []
     for flag in (True, False):  # a bool has no NaN
@@ -167,7 +167,7 @@ def test_only_wanted_outputs_are_written(backend: str, wanted: Wanted, generator
     logits, targets = leaf_and_targets(backend, generator, n=2, vocab=130)
     rows = make_rows(logits.detach(), targets, 1.0, None, 1.0, IGNORE)
     stats = RowStats(*(poison(tensor, False) for tensor in empty_row_stats(rows, wanted)))
-    backends.implementation("token_stats", logits.device).token_stats_forward(rows, stats)
+    backends.implementation("token_stats", logits).token_stats_forward(rows, stats)
     for name in OUTPUTS:
         assert getattr(stats, name).numel() == (2 if getattr(wanted, name) else 0), name
     assert all(stat.isfinite().all() for stat in stats)

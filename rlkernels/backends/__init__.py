@@ -168,9 +168,13 @@ def _computes_float64(device: torch.device) -> bool:
     return device.type != "xpu" or bool(torch.xpu.get_device_properties(device).has_fp64)
 
 
-def implementation(operation: str, device: torch.device) -> ModuleType:
-    """The module that runs `operation` for tensors on `device`."""
-    name = choose(device)
+def implementation(operation: str, like: torch.Tensor) -> ModuleType:
+    """The module that runs `operation` for tensors of this one's device and dtype; a GPU's is checked at first."""
+    name = choose(like.device)
     if name == "reference":
         raise RuntimeError(f"{operation}: the reference backend is plain PyTorch; call rlkernels.reference")
-    return importlib.import_module(_MODULES[name][operation])
+    module = importlib.import_module(_MODULES[name][operation])
+    if name == "cuda" or (name == "triton" and not triton_is_interpreted):
+        # not above: it imports the operations, which import this
+        importlib.import_module("rlkernels.backends.self_check").once(module, name, operation, like.device, like.dtype)
+    return module

@@ -37,7 +37,7 @@ class GradientInForward(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = rows._replace(hidden=hidden, weight=weight, bias=bias)
         ctx.needs = ctx.needs_input_grad[:3]
-        kernels = backends.implementation("linear_token_stats", hidden.device)
+        kernels = backends.implementation("linear_token_stats", hidden)
         head = HeadGradient.sums(rows, *ctx.needs[1:])
         loss = torch.zeros((), dtype=compute_dtype(hidden.dtype), device=hidden.device)
         logp, entropy, dhidden = [], [], []

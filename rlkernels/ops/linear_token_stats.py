@@ -43,7 +43,7 @@ def linear_token_stats(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = LinearRows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
     wanted = Wanted(want_entropy, want_lse, want_log_sum_sq_probs, want_mean_logits, want_is_top1)
-    kernels = backends.implementation("linear_token_stats", hidden.device)
+    kernels = backends.implementation("linear_token_stats", hidden)
     stats, kept = linear_forward(rows, wanted, chunk_bytes, kernels, Keep(keep_direction, keep_logits))
     return (*stats, *kept)
 
@@ -97,7 +97,7 @@ def linear_token_stats_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = LinearRows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
     saved, upstream = SavedStats(row_max, log_sum_exp, entropy), Upstream(dlogp, dentropy, dlse)
-    kernels = backends.implementation("linear_token_stats", hidden.device)
+    kernels = backends.implementation("linear_token_stats", hidden)
     head = HeadGradient(rows, need_weight, need_bias, weight.dtype)
     dhidden = linear_backward(rows, saved, kept_logits, upstream, need_hidden, head, chunk_bytes, kernels)
     return dhidden, head.dweight, head.dbias

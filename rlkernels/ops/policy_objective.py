@@ -101,7 +101,7 @@ def policy_objective(
         entropy_normalizer,
     )
     result = empty_result(logp, ObjectiveOptions(*options), need_grad)
-    kernels = backends.implementation("policy_objective", logp.device)
+    kernels = backends.implementation("policy_objective", logp)
     kernels.policy_objective(logp, entropy, ObjectiveOptions(*options), batch, result)
     return result.loss, result.metrics, result.dlogp, result.dentropy
 

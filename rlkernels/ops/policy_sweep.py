@@ -62,8 +62,8 @@ def policy_sweep(
     dlogits = memory.empty(logits.shape, logits.dtype, logits.device)
     objective = ObjectiveOptions(*options)
     result = empty_result(stats.logp, objective, need_grad=True)
-    backends.implementation("policy_sweep", logits.device).policy_sweep(rows, objective, batch, stats, dlogits)
-    kernels = backends.implementation("policy_objective", logits.device)
+    backends.implementation("policy_sweep", logits).policy_sweep(rows, objective, batch, stats, dlogits)
+    kernels = backends.implementation("policy_objective", logits)
     kernels.policy_objective(stats.logp, stats.entropy, objective, batch, result)
     saved = stats.row_max, stats.log_sum_exp, result.dlogp, result.dentropy
     return result.loss, result.metrics, stats.logp, stats.entropy, *saved, dlogits
@@ -112,7 +112,7 @@ class PolicySweep(torch.autograd.Function):
             dlogits = _formed_again(ctx, dloss)
         else:
             # in place, before anyone has seen it
-            backends.implementation("policy_sweep", dlogits.device).scale_unless_one(dlogits, dloss)
+            backends.implementation("policy_sweep", dlogits).scale_unless_one(dlogits, dloss)
         return dlogits, None, None, None
 
 

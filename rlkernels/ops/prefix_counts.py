@@ -11,7 +11,7 @@ from rlkernels import backends
 @torch.library.custom_op("rlkernels::prefix_counts", mutates_args=())
 def prefix_counts(token_ids: Tensor, lengths: Tensor, row_order: Tensor, group_starts: Tensor) -> Tensor:
     counts = torch.empty(token_ids.shape, dtype=torch.int32, device=token_ids.device)
-    module = backends.implementation("prefix_counts", token_ids.device)
+    module = backends.implementation("prefix_counts", token_ids)
     module.prefix_counts(token_ids, lengths, row_order, group_starts, counts)
     return counts
 

@@ -29,7 +29,7 @@ def token_stats(
     rows = Rows(logits, targets, temperature, softcap, logit_scale, ignore_index)
     wanted = Wanted(want_entropy, want_lse, want_log_sum_sq_probs, want_mean_logits, want_is_top1)
     stats = empty_row_stats(rows, wanted)
-    backends.implementation("token_stats", logits.device).token_stats_forward(rows, stats)
+    backends.implementation("token_stats", logits).token_stats_forward(rows, stats)
     return stats
 
 
@@ -64,7 +64,7 @@ def token_stats_backward(
 ) -> Tensor:
     rows = Rows(logits, targets, temperature, softcap, logit_scale, ignore_index)
     dlogits = memory.empty(logits.shape, logits.dtype, logits.device)
-    backends.implementation("token_stats", logits.device).token_stats_backward(
+    backends.implementation("token_stats", logits).token_stats_backward(
         rows, SavedStats(row_max, log_sum_exp, entropy), Upstream(dlogp, dentropy, dlse), dlogits
     )
     return dlogits
