@@ -32,7 +32,8 @@ from rlkernels.triton_kernels.token_stats import (
     write_zeros,
 )
 
-_ANY_VALUE = ["temperature_stride", "ignore_index", "inner", "vocab", "sequences", "width"]
+# the vocabulary is not among them: what rows are aligned to decides how wide they are read and written
+_ANY_VALUE = ["temperature_stride", "ignore_index", "inner", "sequences", "width"]
 
 
 @triton.jit
