@@ -52,15 +52,19 @@ def head_of(model: str, shape: Shape) -> Head:
 class Problem:
     """Hidden states, a head, and what the loss needs beside them."""
 
-    def __init__(self, head: Head, tokens: int, frozen: bool = False, active_share: float = 1.0) -> None:
-        generator = torch.Generator().manual_seed(0)
+    def __init__(
+        self, head: Head, tokens: int, frozen: bool = False, active_share: float = 1.0, device: str = "cpu"
+    ) -> None:
+        generator = torch.Generator(device).manual_seed(0)
         shape = (tokens // SEQUENCE, SEQUENCE)
-        hidden = torch.randn(*shape, head.hidden_size, generator=generator).to(head.dtype)
-        weight = torch.randn(head.vocab, head.hidden_size, generator=generator).div_(head.hidden_size**0.5)
+        hidden = torch.randn(*shape, head.hidden_size, device=device, generator=generator).to(head.dtype)
+        weight = torch.randn(head.vocab, head.hidden_size, device=device, generator=generator).div_(
+            head.hidden_size**0.5
+        )
         self.hidden, self.weight = hidden.requires_grad_(), weight.to(head.dtype).requires_grad_(not frozen)
         self.inputs = (self.hidden,) if frozen else (self.hidden, self.weight)
-        self.targets = torch.randint(head.vocab, shape, generator=generator)
-        self.advantages = torch.randn(shape[0], generator=generator)
+        self.targets = torch.randint(head.vocab, shape, device=device, generator=generator)
+        self.advantages = torch.randn(shape[0], device=device, generator=generator)
         self.advantages[int(active_share * shape[0]) :] = 0
         stats = rlkernels.linear_token_stats(hidden.detach(), self.weight.detach(), self.targets, outputs=())
         self.old_logp = stats.logp
