@@ -34,7 +34,8 @@ _IGNORE = -100
 # relative to the largest number expected: far above rounding, far below a mistake
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.int32: 0.0}
 
-_passed: set[tuple[str, str, torch.device, torch.dtype]] = set()
+_Check = Callable[[ModuleType, torch.device, torch.dtype], None]
+_passed: set[tuple[str, _Check, torch.device, torch.dtype]] = set()
 
 
 def once(module: ModuleType, backend: str, operation: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -43,13 +44,13 @@ def once(module: ModuleType, backend: str, operation: str, device: torch.device,
     Raises:
         RuntimeError: a result is wrong.
     """
-    key = backend, operation, device, dtype
+    key = backend, _CHECKS[operation], device, dtype
     if key in _passed or os.environ.get(ENVIRONMENT_VARIABLE) == "0" or torch.compiler.is_compiling():
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
     with ThreadPoolExecutor(1) as thread:  # where no mode of the caller's is on: autograd, autocast, inference
-        failure = thread.submit(_failure, module, operation, device, dtype).result()
+        failure = thread.submit(_failure, _CHECKS[operation], module, device, dtype).result()
     if failure is not None:
         raise RuntimeError(
             f"backend {backend!r}: {operation} gives a wrong {failure} on {device} for {dtype}; its results cannot be "
@@ -63,9 +64,9 @@ class _WrongError(Exception):
     """Names the result."""
 
 
-def _failure(module: ModuleType, operation: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def _failure(check: _Check, module: ModuleType, device: torch.device, dtype: torch.dtype) -> str | None:
     try:
-        _CHECKS[operation](module, device, dtype)
+        check(module, device, dtype)
     except _WrongError as error:
         return str(error)
     return None
@@ -189,7 +190,7 @@ def _surrogate(logp: Tensor, batch: ObjectiveBatch) -> Tensor:
     return -torch.where(mask, torch.minimum(ratio * advantages, clipped * advantages), 0).sum()
 
 
-_CHECKS: dict[str, Callable[[ModuleType, torch.device, torch.dtype], None]] = {
+_CHECKS: dict[str, _Check] = {
     "token_stats": _token_stats,
     "linear_token_stats": _token_stats,
     "policy_objective": _policy_objective,
