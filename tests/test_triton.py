@@ -1,33 +1,26 @@
-"""The Triton kernels: their values, on a GPU or in the interpreter, and their compilation for real targets.
-
-Run as a script with a target's name, this file compiles the kernels for it and prints what they use.
-"""
+"""The Triton kernels: their values, on a GPU or in the interpreter, and their compilation for AMD."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from tolerance import CONSTANT, assert_as_exact_as_torch  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from tolerance import CONSTANT, assert_as_exact_as_torch
 
-import rlkernels  # noqa: E402
-from rlkernels import backends, checks, reference  # noqa: E402
-from rlkernels.ops.rows import (  # noqa: E402
+import rlkernels
+from rlkernels import backends, checks, reference
+from rlkernels.ops.rows import (
     Rows,
     RowStats,
     SavedStats,
@@ -38,10 +31,8 @@ from rlkernels.ops.rows import (  # noqa: E402
     empty_dlogits,
     empty_row_stats,
 )
-from rlkernels.triton_kernels import (  # noqa: E402
+from rlkernels.triton_kernels import (
     configs,
-    policy_objective,
-    policy_sweep,
     prefix_counts,
     token_stats,
 )
@@ -590,147 +581,12 @@ def test_prefixes_that_end_around_a_block() -> None:
     )
 
 
-TARGETS = {
-    "sm80": GPUTarget("cuda", 80, 32),
-    "sm90": GPUTarget("cuda", 90, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-TRITON_TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-VOCAB = 151936  # Qwen's
-
-
-class Compilation(NamedTuple):
-    name: str
-    kernel: Any
-    types: dict[str, str]  # of every argument; those of `constants` are left out
-    constants: dict[str, Any]
-    aligned: tuple[str, ...]  # arguments known to be divisible by 16, as Triton finds out at a launch
-    num_warps: int
-
-
-def sweep_compilation(
-    kernel: Any, dtype: torch.dtype, label: str, unused: tuple[str, ...], layout: str = "contiguous"
-) -> Compilation:
-    launch = configs.row_sweep(dtype, VOCAB)
-    number = "*" + TRITON_TYPES[compute_dtype(dtype)]
-    types = dict.fromkeys(kernel.arg_names, number)
-    types |= dict.fromkeys(("logits", "dlogits"), "*" + TRITON_TYPES[dtype])
-    types |= dict.fromkeys(("temperature_stride", "ignore_index", "inner", "vocab", "vocab_start", "width"), "i32")
-    types |= dict.fromkeys(("stride_outer", "stride_inner", "stride_vocab"), "i64")
-    types |= {"targets": "*i64", "is_top1": "*i1"}
-    constants: dict[str, Any] = {"BLOCK": launch.block, **dict.fromkeys(unused)}
-    pointers = tuple(name for name, kind in types.items() if kind.startswith("*"))
-    aligned: tuple[str, ...] = pointers
-    if layout == "contiguous":
-        constants["stride_vocab"] = 1
-        aligned = (*pointers, "width", "stride_outer", "stride_inner")
-    name = f"{kernel.__name__} {TRITON_TYPES[dtype]} {label}"
-    return Compilation(name, kernel, types, constants, aligned, launch.num_warps)
-
-
-OBJECTIVE_KINDS = ("clip", "clip detached", "geometric", "cispo", "sapo", "nft", "reinforce")
-
-
-def objective_compilations(kind: int) -> Iterator[Compilation]:
-    """Of packed float32 batches, with all that a batch can hold."""
-    block, num_warps = configs.OBJECTIVE_TOKENS
-    is_geometric = OBJECTIVE_KINDS[kind] == "geometric"
-    flags = {
-        "ADVANTAGES_PER_TOKEN": True,
-        "POLICY_WEIGHT_PER_TOKEN": False,
-        "SUCCESS_RATE_PER_TOKEN": False,
-        "REDUCTION": 1,
-        "ENTROPY_REDUCTION": 0,
-        "KIND": kind,
-        "CLIPS_SEQUENCE": False,
-        "POOLS": OBJECTIVE_KINDS[kind] in ("clip detached", "geometric"),
-        "SUMS_SEQUENCE": False,
-        "HAS_KL": True,
-    }
-    number_types = {
-        **dict.fromkeys(("options", "counts", "normalizer", "entropy_normalizer", "sums"), "*fp64"),
-        **dict.fromkeys(("tokens", "sequences", "width"), "i32"),
-        "mask": "*u8",
-        "cu_seqlens": "*i64",
-    }
-    for kernel in (policy_objective.count_kernel, policy_objective.objective_kernel, policy_objective.add_up_kernel):
-        types = {name: number_types.get(name, "*fp32") for name in kernel.arg_names}
-        constants = {name: value for name, value in flags.items() if name in types} | {"BLOCK": block}
-        pointers = tuple(name for name, kind_of in types.items() if kind_of.startswith("*"))
-        yield Compilation(f"{kernel.__name__} {OBJECTIVE_KINDS[kind]}", kernel, types, constants, pointers, num_warps)
-    if is_geometric:
-        return
-    for dtype in (torch.float32, torch.bfloat16):
-        job = sweep_compilation(policy_sweep.policy_sweep_kernel, dtype, OBJECTIVE_KINDS[kind], ())
-        names = job.kernel.arg_names
-        types = job.types | {name: number_types[name] for name in number_types if name in names}
-        yield job._replace(types=types, constants=job.constants | {n: v for n, v in flags.items() if n in names})
-
-
-def compilations() -> Iterator[Compilation]:
-    passes = (
-        (token_stats.token_stats_forward_kernel, "states", Wanted._fields),
-        (token_stats.token_stats_backward_kernel, "dtarget", ("entropy", "dentropy", "dlse")),
-    )
-    for kernel, of_tiles, optional in passes:
-        for dtype in DTYPES:
-            yield sweep_compilation(kernel, dtype, "softcap", (of_tiles,))
-            yield sweep_compilation(kernel, dtype, "plain", (of_tiles, "softcap"))
-            yield sweep_compilation(kernel, dtype, "softcap, tile", ())
-            yield sweep_compilation(kernel, dtype, "plain, tile", ("softcap",))
-        yield sweep_compilation(kernel, torch.bfloat16, "logp alone", (of_tiles, "softcap", *optional))
-        yield sweep_compilation(kernel, torch.bfloat16, "strided", (of_tiles,), layout="strided")
-        yield sweep_compilation(kernel, torch.bfloat16, "strided, tile", (), layout="strided")
-
-    for kind in range(len(OBJECTIVE_KINDS)):
-        yield from objective_compilations(kind)
-    block, num_warps = configs.SCALE
-    types = {"values": "*bf16", "factor": "*fp32", "count": "i32"}
-    yield Compilation("scale_kernel", policy_sweep.scale_kernel, types, {"BLOCK": block}, ("values",), num_warps)
-
-    block, num_warps = configs.PREFIX_TOKENS
-    for kernel in (prefix_counts.common_prefix_kernel, prefix_counts.sum_from_right_kernel):
-        types = dict.fromkeys(kernel.arg_names, "*i64") | {
-            "histogram": "*i32",
-            "counts": "*i32",
-            "width": "i32",
-        }
-        pointers = tuple(name for name in kernel.arg_names if types[name].startswith("*"))
-        yield Compilation(kernel.__name__, kernel, types, {"BLOCK": block}, pointers, num_warps)
-
-
-def compiled(job: Compilation, target: GPUTarget) -> Any:
-    names = job.kernel.arg_names
-    signature = {name: "constexpr" if name in job.constants else job.types[name] for name in names}
-    aligned = [name for name in job.aligned if name in names and name not in job.constants]
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(job.kernel, signature, job.constants, attributes)
-    return triton.compile(source, target=target, options={"num_warps": job.num_warps})
-
-
-def resources(kernel: Any) -> dict[str, int]:
-    """Registers of a thread, and what it spills of them (AMD: registers, NVIDIA: bytes)."""
-    if "amdgcn" in kernel.asm:
-        names = {"registers": r"\.vgpr_count", "spills": r"\.vgpr_spill_count"}
-        report = kernel.asm["amdgcn"]
-    else:
-        names = {"registers": "REG", "spills": "LOCAL"}
-        cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(kernel.asm["cubin"])
-            file.flush()
-            command = [str(cuobjdump), "-res-usage", file.name]
-            report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {key: int(re.search(name + r": *(\d+)", report)[1]) for key, name in names.items()}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_compiles_without_spilling(target: str, tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def test_every_kernel_compiles_for_amd_without_spilling(tmp_path: Path) -> None:
+    """For NVIDIA: tests/test_gpu_static.py."""
     result = subprocess.run(
-        [sys.executable, __file__, target],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},  # compiled now, whatever was before
+        [sys.executable, str(Path(__file__).parents[1] / "bench" / "triton_targets.py"), "gfx942"],
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},  # compiled now, whatever was before
         capture_output=True,
         text=True,
         check=False,
@@ -738,10 +594,5 @@ def test_every_kernel_compiles_without_spilling(target: str, tmp_path: Path) -> 
     assert result.returncode == 0, result.stderr
     print(result.stdout)
     usage = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(usage) == len(list(compilations()))
+    assert len(usage) > 70
     assert all(line["spills"] == 0 for line in usage)
-
-
-if __name__ == "__main__":
-    for job in compilations():
-        print(json.dumps({"kernel": job.name, **resources(compiled(job, TARGETS[sys.argv[1]]))}))
