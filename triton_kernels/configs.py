@@ -28,7 +28,7 @@ ELEMENTS_PER_THREAD = {torch.float64: 8, torch.float32: 16, torch.bfloat16: 16, 
 
 PREFIX_TOKENS = Launch(block=1024, num_warps=4)
 SCALE = Launch(block=4096, num_warps=8)
-OBJECTIVE_TOKENS = Launch(block=512, num_warps=4)  # some fifteen float64 numbers a token
+OBJECTIVE_TOKENS = Launch(block=512, num_warps=8)  # some fifteen float64 numbers a token: few of them a thread
 
 
 def row_sweep(dtype: torch.dtype, vocab: int) -> Launch:
