@@ -222,7 +222,11 @@ def kernels(target: str) -> Iterator[Kernel]:
 def _row_loop_cell(kernel: Kernel) -> str:
     if not kernel.sweeps:
         return ""
-    narrow = sorted({f"{loop.kind()} {loop.widths[0]}" for loop in kernel.row_loops if loop.kind() != "wide"})
+    narrow = sorted(
+        f"{loop.kind() if kernel.backend == 'cuda' else 'narrow'} {loop.widths[0]}"
+        for loop in set(kernel.row_loops)
+        if loop.kind() != "wide"
+    )
     wide = sum(loop.kind() == "wide" for loop in kernel.row_loops)
     return ", ".join([*([f"{wide} x {WIDE}"] if wide else []), *narrow])
 
@@ -271,7 +275,8 @@ def document(found: list[Kernel]) -> str:
         "",
         "* registers, stack (bytes), spills (loads from and stores to local memory): of a thread; shared memory in",
         "  bytes of a block, what the code fixes and what the launch asks for; resident blocks of a multiprocessor,",
-        "  as registers, shared memory and warps allow, and in brackets as many as the kernel's launch bounds state;",
+        "  as registers, shared memory and warps allow, and in brackets as many as the kernel's launch bounds state",
+        "  (Triton's state none: 1);",
         "  warps: their share of the 64 that a multiprocessor holds.",
         "* row loop: the innermost loops with the exponential that touch `[N, V]`: how many of them move 128 bits a",
         "  thread and access, and the narrowest access, in bits, of the others.",
