@@ -134,7 +134,7 @@ class Device {
   unsigned next_order_tag_ = 0;
 };
 
-thread_local Device* device = nullptr;
+thread_local std::unique_ptr<Device> device;
 
 void Device::fail(const std::string& what) {
   std::ostringstream message;
@@ -390,7 +390,7 @@ void run(const char* kernel, int64_t blocks, int threads, size_t dynamic_bytes, 
       launched.emplace_back(kernel);
     }
   }
-  if (!device) device = new Device;  // lives as long as its thread may launch
+  if (!device) device = std::make_unique<Device>();
   device->run(kernel, blocks, threads, dynamic_bytes, body);
 }
 

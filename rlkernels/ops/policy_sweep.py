@@ -63,7 +63,7 @@ def policy_sweep(
     objective = ObjectiveOptions(*options)
     result = empty_result(stats.logp, objective, need_grad=True)
     backends.implementation("policy_sweep", logits).policy_sweep(rows, objective, batch, stats, dlogits)
-    kernels = backends.implementation("policy_objective", logits)
+    kernels = backends.implementation("policy_objective", stats.logp)
     kernels.policy_objective(stats.logp, stats.entropy, objective, batch, result)
     saved = stats.row_max, stats.log_sum_exp, result.dlogp, result.dentropy
     return result.loss, result.metrics, stats.logp, stats.entropy, *saved, dlogits
