@@ -27,10 +27,11 @@ for target in sys.argv[2:]:
 
 
 def run(script: str, *arguments: str, **environment: str) -> str:
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         cwd=BENCH,
-        env=os.environ | environment,
+        env=inherited | environment,
         capture_output=True,
         text=True,
         check=False,
