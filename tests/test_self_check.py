@@ -11,6 +11,7 @@ import torch
 import rlkernels
 from rlkernels.backends import cuda, self_check
 from rlkernels.credit import prefix_set_counts
+from rlkernels.ops.rows import compute_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -99,6 +100,16 @@ def test_a_right_kernel_is_looked_at_once(operation: str, monkeypatch: pytest.Mo
 def test_every_dtype_is_looked_at(operation: str, dtype: torch.dtype) -> None:
     self_check.once(cuda, "cuda", operation, torch.device("cpu"), dtype)  # type: ignore[arg-type]
     assert {key[3] for key in self_check._passed} == {dtype}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_an_operation_is_looked_at_in_the_dtype_that_it_gets(dtype: torch.dtype) -> None:
+    logits = torch.linspace(-1, 1, 12, dtype=dtype).view(1, 3, 4).requires_grad_()
+    batch = rlkernels.PolicyBatch(torch.tensor([[0, 1, 2]]), torch.ones(1))
+    rlkernels.policy_loss(logits, batch, "grpo").loss.backward()
+    dtypes = {key[1]: key[3] for key in self_check._passed}
+    assert dtypes[self_check._policy_objective] == compute_dtype(dtype)
+    assert dtype in dtypes.values()
 
 
 def test_it_runs_under_the_modes_of_a_caller() -> None:
