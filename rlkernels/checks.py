@@ -88,6 +88,23 @@ def require_shape(name: str, value: Tensor, *allowed: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: expected shape {shapes}, got {describe(value)}")
 
 
+def require_reals(name: str, value: Tensor, *axes: str) -> None:
+    """Real numbers along the named axes, such as "B" and "T"."""
+    require_tensor(name, value)
+    if value.ndim != len(axes) or value.is_complex():
+        raise ValueError(f"{name}: expected shape [{', '.join(axes)}] of real numbers, got {describe(value)}")
+
+
+def require_like(reference_name: str, reference: Tensor, **others: Tensor) -> None:
+    """Real numbers in the reference's shape, on its device."""
+    for name, tensor in others.items():
+        require_tensor(name, tensor)
+        if tensor.is_complex():
+            raise TypeError(f"{name}: expected real numbers, got {describe(tensor)}")
+        require_shape(name, tensor, tuple(reference.shape))
+    require_same_device(reference_name, reference, **others)
+
+
 def require_same_device(reference_name: str, reference: Tensor, **others: Tensor | None) -> None:
     for name, tensor in others.items():
         if tensor is not None and tensor.device != reference.device:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernels import checks
+from rlkernels.credit.dtypes import result_dtype, wide
 from rlkernels.credit.groups import Groups
 
 
@@ -41,25 +42,50 @@ def group_advantages(
         >>> group_advantages(torch.tensor([1.0, 0.0, 0.3, 0.3]), groups=2, eps=0.0).tolist()
         [0.7071067690849304, -0.7071067690849304, 0.0, 0.0]
     """
-    checks.require_tensor("rewards", rewards)
-    if rewards.ndim != 1 or rewards.is_complex():
-        raise ValueError(f"rewards: expected shape [B] of real numbers, got {checks.describe(rewards)}")
+    checks.require_reals("rewards", rewards, "B")
     checks.require_choice("scale", scale, ("std", "none"))
     checks.require_choice("ddof", ddof, (0, 1))
     checks.require_number("eps", eps, at_least=0.0)
-    result_dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
-    rewards = rewards.detach().to(torch.float32 if rewards.device.type == "mps" else torch.float64)
+    values = wide(rewards.detach())
     group = Groups(groups, rewards.shape[0], rewards.device)
-    valid = rewards.isfinite()
-    count = group.sum(valid.to(rewards.dtype))
-    # relative to the group's smallest reward, equal rewards are exactly 0 and so is all that follows
-    lowest = group.min(torch.where(valid, rewards, torch.inf))
-    above = torch.where(valid, rewards - lowest, 0)
-    centred = torch.where(valid, above - group.sum(above) / count.clamp(min=1), 0)
+    centred, count = group.centre(values, values.isfinite())
     if scale == "none":
-        return centred.to(result_dtype)
+        return centred.to(result_dtype(rewards))
     variance = group.sum(centred * centred) / (count - ddof).clamp(min=1)
-    return torch.where(centred == 0, 0, centred / (variance.sqrt() + eps)).to(result_dtype)
+    return torch.where(centred == 0, 0, centred / (variance.sqrt() + eps)).to(result_dtype(rewards))
+
+
+def leave_one_out_advantages(rewards: Tensor, groups: int | Tensor) -> Tensor:
+    """RLOO: rewards less the mean of the group's other rewards.
+
+        A_i = r_i - mean_{j != i} r_j = n / (n - 1) (r_i - mean_g)          n rewards in the group
+
+    Exactly 0 for a group of equal rewards and for a group of one. A reward that is not finite (NaN for a rejected
+    response) is nobody's baseline and gets 0. Computed in float64 where the device has it.
+
+    Args:
+        rewards: `[B]`, float or integer.
+        groups: group size (consecutive rows), or `[B]` integer ids.
+
+    Returns:
+        `[B]`, float32 (float64 for float64 rewards).
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: RLOO (2402.14740).
+
+    Example:
+        >>> import torch
+        >>> from rlkernels.credit import leave_one_out_advantages
+        >>> leave_one_out_advantages(torch.tensor([1.0, 0.0, 0.5, float("nan")]), groups=4).tolist()
+        [0.75, -0.75, 0.0, 0.0]
+    """
+    checks.require_reals("rewards", rewards, "B")
+    values = wide(rewards.detach())
+    group = Groups(groups, rewards.shape[0], rewards.device)
+    advantages, _ = group.leave_one_out(values, values.isfinite())
+    return advantages.to(result_dtype(rewards))
 
 
 def mixed_groups(rewards: Tensor, groups: int | Tensor) -> Tensor:
@@ -123,6 +149,5 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, *, fa
     checks.require_number("factor", factor, at_least=0.0)
     if buffer_length > max_length:
         raise ValueError(f"buffer_length: expected at most max_length {max_length}, got {buffer_length}")
-    dtype = torch.float64 if lengths.dtype == torch.float64 else torch.float32
-    excess = lengths.to(dtype) - (max_length - buffer_length)
+    excess = lengths.to(result_dtype(lengths)) - (max_length - buffer_length)
     return 0 - factor * excess.clamp(min=0) / buffer_length  # 0, not -0

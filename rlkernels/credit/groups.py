@@ -37,6 +37,7 @@ class Groups:
             self.index = positions // groups
             self.starts = torch.arange(0, rows + 1, groups, device=device)
         self.rows = rows
+        self.size = None if isinstance(groups, Tensor) else groups
 
     def sum(self, values: Tensor) -> Tensor:
         """`[B]` -> each row's group's sum, `[B]`."""
@@ -46,3 +47,36 @@ class Groups:
         """`[B]` -> each row's group's minimum, `[B]`."""
         lowest = values.new_full((self.rows,), torch.inf)
         return lowest.scatter_reduce(0, self.index, values, "amin")[self.index]
+
+    def size_bound(self) -> int:
+        """No group has more rows than this; B where the host does not know the groups."""
+        if self.size is not None:
+            return self.size
+        if checks.values_are_checked(self.index.device) and self.rows:
+            return int(self.starts.diff().max())
+        return self.rows
+
+    def centre(self, values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """`[B]` values less the mean of their group's valid ones, 0 for the others; and how many are valid, `[B]`."""
+        count = self.sum(valid.to(values.dtype))
+        # relative to the group's smallest value, equal values are exactly 0 and so is all that follows
+        lowest = self.min(torch.where(valid, values, torch.inf))
+        above = torch.where(valid, values - lowest, 0)
+        return torch.where(valid, above - self.sum(above) / count.clamp(min=1), 0), count
+
+    def leave_one_out(self, values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """As `centre`, less the mean of the group's other valid values; 0 where there is no other."""
+        centred, count = self.centre(values, valid)
+        return centred * (count / (count - 1).clamp(min=1)), count
+
+    def share_with_any(self, flags: Tensor) -> Tensor:
+        """Share of the groups in which a row's flag, `[B]` bool, is set; 0-d."""
+        ones = torch.ones_like(self.index)
+        size = torch.zeros_like(self.index).index_add(0, self.index, ones)
+        flagged = torch.zeros_like(self.index).index_add(0, self.index, flags.to(ones.dtype))
+        return (flagged > 0).sum() / (size > 0).sum().clamp(min=1)
+
+    def member(self, position: int) -> tuple[Tensor, Tensor]:
+        """The row at that position in each row's group, `[B]`, and whether the group has so many, `[B]` bool."""
+        place = self.starts[self.index] + position
+        return self.row_order[place.clamp(max=self.rows - 1)], place < self.starts[self.index + 1]

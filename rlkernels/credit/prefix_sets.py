@@ -39,6 +39,20 @@ def prefix_set_counts(token_ids: Tensor, lengths: Tensor, groups: int | Tensor) 
         >>> prefix_set_counts(ids, torch.tensor([3, 3, 1]), groups=3).tolist()
         [[3, 1, 1], [3, 1, 1], [3, 1, 1]]
     """
+    check_responses(token_ids, lengths)
+    group = Groups(groups, token_ids.shape[0], token_ids.device)
+    if backends.choose(token_ids.device) == "reference":
+        return reference.prefix_counts(token_ids, lengths, group.index)
+    return prefix_counts(
+        token_ids.to(torch.int64).contiguous(),
+        lengths.to(torch.int64).contiguous(),
+        group.row_order,
+        group.starts,
+    )
+
+
+def check_responses(token_ids: Tensor, lengths: Tensor) -> None:
+    """`[B, T]` token ids and `[B]` lengths in `[0, T]`."""
     for name, value in (("token_ids", token_ids), ("lengths", lengths)):
         checks.require_tensor(name, value)
         checks.require_dtype(name, value, checks.INTEGER_DTYPES)
@@ -49,12 +63,3 @@ def prefix_set_counts(token_ids: Tensor, lengths: Tensor, groups: int | Tensor) 
     checks.require_same_device("token_ids", token_ids, lengths=lengths)
     if checks.values_are_checked(lengths.device) and bool(((lengths < 0) | (lengths > width)).any()):
         raise ValueError(f"lengths: expected values in [0, {width}], got {lengths.tolist()}")
-    group = Groups(groups, rows, token_ids.device)
-    if backends.choose(token_ids.device) == "reference":
-        return reference.prefix_counts(token_ids, lengths, group.index)
-    return prefix_counts(
-        token_ids.to(torch.int64).contiguous(),
-        lengths.to(torch.int64).contiguous(),
-        group.row_order,
-        group.starts,
-    )

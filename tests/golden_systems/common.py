@@ -105,8 +105,8 @@ def reduction_of(agg: str, params: dict[str, Any], mask: Tensor) -> tuple[str, f
 def kl_options(params: dict[str, Any]) -> dict[str, Any]:
     if not params.get("beta"):
         return {}
-    estimator = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(params["kl"], params["kl"])
-    return {"kl_coef": params["beta"], "kl_estimator": estimator or "k3"}
+    name = (params["kl"] or "k3").partition(":")[0]
+    return {"kl_coef": params["beta"], "kl_estimator": {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(name, name)}
 
 
 def verl_weight(mask: Tensor) -> Tensor:
