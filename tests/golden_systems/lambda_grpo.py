@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,9 @@ import rlkernels
 from golden_systems.common import Case, assert_close, check_loss, common_batch
 from rlkernels import GRPO, PolicyBatch
 from rlkernels.credit import group_advantages, prefix_set_counts
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import lambda_grpo_tree
 
 
 def padded(rows: list[list[int]] | Tensor) -> tuple[Tensor, Tensor]:
@@ -53,17 +58,6 @@ def check_lambda_grpo(case: Case) -> None:
         check_loss(logp, batch, objective, "seq_mean_token_mean", None, loss, gradient, "official")
 
 
-def path_logp(theta: Tensor, paths: Tensor) -> Tensor:
-    """Log-probabilities `[..., depth]` of binary actions: a logit of action 1 at each heap-numbered node."""
-    node = torch.ones(paths.shape[:-1], dtype=torch.int64)
-    columns = []
-    for action in paths.unbind(-1):
-        logit = theta.expand(*node.shape[:-1], -1).gather(-1, node)
-        columns.append(torch.nn.functional.logsigmoid(torch.where(action == 1, logit, -logit)))
-        node = 2 * node + action
-    return torch.stack(columns, dim=-1)
-
-
 def check_tree_step(case: Case) -> None:
     inputs, expected = case["inputs"], case["expected"]
     paths = inputs["sampled_paths"].long()
@@ -72,7 +66,7 @@ def check_tree_step(case: Case) -> None:
     assert_close(advantages, expected["adv"], "advantages")
     for name, recipe, weight in (("grpo", "dapo", None), ("lambda", "lambda_grpo", 1 / counts.double())):
         theta = torch.zeros(1, 2 ** (paths.shape[-1]), dtype=torch.float64, requires_grad=True)
-        logp = path_logp(theta, paths[None])[0]
+        logp = lambda_grpo_tree.path_logp(theta, paths[None])[0]
         batch = PolicyBatch(None, advantages, weight=weight)
         rlkernels.logp_policy_loss(logp, batch, recipe).loss.backward()
         assert_close(theta.grad[0], expected[f"dLoss_dtheta_{name}"], name)
@@ -80,37 +74,21 @@ def check_tree_step(case: Case) -> None:
 
 def check_tree_simulation(case: Case) -> None:
     """Direction only, as the case says: under SGD with n = 1, lambda-GRPO finds the target and GRPO does not."""
-    key = next(key for key in case["expected"] if key.startswith("sgd") and "_n1_" in key)
-    options = dict(re.findall(r"(lr|steps|G|rneg)(-?[\d.]+)", key))
-    size, negative = int(options["G"]), float(options["rneg"])
-    target = case["inputs"]["target"].long()
-    seeds, generator = 24, torch.Generator().manual_seed(0)
-    frequency = {}
-    for recipe in ("dapo", "lambda_grpo"):
-        theta = torch.zeros(seeds, 2 ** len(target), requires_grad=True)
-        found = []
-        for _ in range(int(options["steps"])):
-            with torch.no_grad():
-                paths = torch.empty(seeds, size, 0, dtype=torch.int64)
-                node = torch.ones(seeds, size, dtype=torch.int64)
-                for _ in target:
-                    action = torch.bernoulli(theta.gather(1, node).sigmoid(), generator=generator).long()
-                    paths, node = torch.cat([paths, action[..., None]], -1), 2 * node + action
-                hit = (paths == target).all(-1)
-                rewards = torch.where(hit, 1.0, torch.where(paths[..., 0] == target[0], negative, 0.7))
-                found.append(hit.float().mean())
-                flat = paths.flatten(0, 1)
-                weight = None
-                if recipe == "lambda_grpo":
-                    weight = 1 / prefix_set_counts(flat, torch.full((len(flat),), len(target)), size)
-                batch = PolicyBatch(None, group_advantages(rewards.flatten(), size), weight=weight)
-            logp = path_logp(theta, paths).flatten(0, 1)
-            # each seed is a run of its own, so the denominator is one group's tokens
-            loss = rlkernels.logp_policy_loss(logp, batch, recipe, reduction="token_sum", normalizer=size * len(target))
-            (gradient,) = torch.autograd.grad(loss.loss, theta)
-            theta = (theta - float(options["lr"]) * gradient).detach().requires_grad_()
-        frequency[recipe] = torch.stack(found[-50:]).mean().item()
-    assert frequency["lambda_grpo"] > 2 * frequency["dapo"], frequency
+    inputs = case["inputs"]
+    assert tuple(inputs["target"].int().tolist()) == lambda_grpo_tree.TARGET
+    settings: dict[tuple[int, int], list[lambda_grpo_tree.Setting]] = {}
+    for key in case["expected"]:
+        if key.startswith("sgd") and "_n1_" in key:
+            options = dict(re.findall(r"(lr|steps|G|n|rneg)(-?[\d.]+)", key))
+            setting = lambda_grpo_tree.Setting(int(options["n"]), float(options["rneg"]), float(options["lr"]))
+            settings.setdefault((int(options["G"]), int(options["steps"])), []).append(setting)
+    for (size, steps), together in settings.items():
+        sizes = {"seeds": 24, "group_size": size, "steps": steps}
+        frequency = {}
+        for recipe in ("dapo", "lambda_grpo"):
+            found = lambda_grpo_tree.simulate(recipe, together, **sizes, generator=torch.Generator().manual_seed(0))
+            frequency[recipe] = found[-50:].mean(dim=(0, 2))
+        assert (frequency["lambda_grpo"] > 2 * frequency["dapo"]).all(), (size, together, frequency)
 
 
 SYSTEMS = {"lambda_grpo": check_lambda_grpo}
