@@ -126,7 +126,8 @@ def prefix_tree_summary(token_ids: Tensor, lengths: Tensor, groups: int | Tensor
     rows, width = token_ids.shape
     group = Groups(groups, rows, token_ids.device)
     # with an end mark behind it, a response's last prefix set is the set of its equals
-    marked = torch.cat([token_ids.to(torch.int64), torch.zeros_like(token_ids[:, :1], dtype=torch.int64)], dim=1)
+    lengths = lengths.to(torch.int64)
+    marked = torch.nn.functional.pad(token_ids.to(torch.int64), (0, 1))
     place = torch.arange(width + 1, device=token_ids.device)
     marked = torch.where(place == lengths[:, None], _END, marked)
     counts = prefix_set_counts(marked, lengths + 1, groups)  # [B, T + 1]
