@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -165,5 +166,5 @@ def select_skills(
 
 def _require_count(name: str, value: int, *, at_least: int, at_most: float = math.inf) -> None:
     checks.require_number(name, value, at_least=at_least, at_most=at_most)
-    if not isinstance(value, int):
+    if not isinstance(value, numbers.Integral):
         raise TypeError(f"{name}: expected an int, got {checks.describe(value)}")
