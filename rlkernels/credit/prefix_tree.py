@@ -152,7 +152,8 @@ def process_set_rewards(token_ids: Tensor, lengths: Tensor, rewards: Tensor, gro
     one log-probability.
 
     Args:
-        token_ids, lengths, groups: see `prefix_tree`.
+        token_ids, lengths, groups: see `prefix_tree`. Every row is compared with the G rows of its group, or with B
+            rows where ids on a GPU hide how large the groups are.
         rewards: `[B]`. One that is not finite is left out; a set without any finite reward gives NaN.
 
     Returns:
