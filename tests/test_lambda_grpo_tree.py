@@ -36,14 +36,14 @@ def test_lambda_grpo_finds_the_target_at_n_1_and_grpo_does_not() -> None:
 
 def test_gradient_of_a_step(generator: torch.Generator) -> None:
     """One step of the simulation against the objective written out, for both recipes and several settings."""
-    settings = [example.Setting(1, -1.0, 0.25), example.Setting(2, -0.5, 0.5)]
+    settings = [example.Setting(1, -1.0, 40.0), example.Setting(2, -0.5, 80.0)]  # large: the next samples must differ
     state = generator.get_state()
-    paths = example.sample_paths(torch.zeros(6, 16), 5, generator)  # 2 settings of 3 seeds
+    paths = example.sample_paths(torch.zeros(40, 16), 5, generator)  # 2 settings of 20 seeds
     for recipe in example.RECIPES.values():
-        theta = torch.zeros(6, 16, dtype=torch.float64, requires_grad=True)
+        theta = torch.zeros(40, 16, dtype=torch.float64, requires_grad=True)
         total = torch.zeros((), dtype=torch.float64)
-        for run in range(6):
-            n, negative, rate = settings[run // 3]
+        for run in range(40):
+            n, negative, rate = settings[run // 20]
             rows = [tuple(path) for path in paths[run].tolist()]
             rewards = torch.tensor(
                 [1.0 if r == example.TARGET else negative if r[:n] == example.TARGET[:n] else 0.7 for r in rows],
@@ -61,10 +61,10 @@ def test_gradient_of_a_step(generator: torch.Generator) -> None:
         (gradient,) = torch.autograd.grad(total, theta)
         # two steps: what is sampled in the second shows the policy after the first
         generator.set_state(state)
-        found = example.simulate(recipe, settings, seeds=3, group_size=5, steps=2, generator=generator)
+        found = example.simulate(recipe, settings, seeds=20, group_size=5, steps=2, generator=generator)
         after = torch.Generator()
         after.set_state(state)
-        first = example.sample_paths(torch.zeros(6, 16), 5, after)
+        first = example.sample_paths(torch.zeros(40, 16), 5, after)
         second = example.sample_paths(-gradient.float(), 5, after)
         for step, sampled in enumerate((first, second)):
             hits = (sampled == torch.tensor(example.TARGET)).all(-1).float().mean(-1)
