@@ -2,10 +2,10 @@
 
     python bench/gpu_check.py [--previous gpu_check.json]
 
-runs the GPU-marked tests, compute-sanitizer where it is installed and the capture of a CUDA graph, measures both
-backends beside PyTorch and whatever peers are installed, prints one table and writes gpu_check.json and gpu_check.md.
-It fails where a check does, and where something is 10 % slower than in the JSON of an earlier run. `--quick` runs tiny
-shapes, on the CPU where there is no GPU: what CI without one runs.
+builds the package, runs the GPU-marked tests, compute-sanitizer where it is installed and the capture of a CUDA graph,
+measures both backends beside PyTorch and whatever peers are installed, prints one table and writes gpu_check.json and
+gpu_check.md. It fails where a check does, and where something is 10 % slower than in the JSON of an earlier run.
+`--quick` runs tiny shapes without building anything, on the CPU where there is no GPU: what CI without one runs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -150,6 +151,18 @@ def passes(title: str, command: list[str]) -> bool:
     return result.returncode == 0
 
 
+# with what is installed: there need be no network
+BUILD = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "-e", "."]
+BUILT = "--built"
+
+
+def build_and_start_again() -> int:
+    """1 if the build fails; else this script runs anew, with the package that was built."""
+    if not passes("build", BUILD):
+        return 1
+    os.execv(sys.executable, [sys.executable, *sys.argv, BUILT])
+
+
 _SMALL_CASE = """
 import torch, rlkernels
 rlkernels.set_backend("cuda")
@@ -203,7 +216,8 @@ def report(result: dict[str, Any]) -> str:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny shapes and no checks")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, no build and no checks")
+    parser.add_argument(BUILT, action="store_true", help="the package is built already")
     parser.add_argument("--previous", type=Path, help="an earlier run's gpu_check.json, if there is one")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of gpu_check.json and gpu_check.md")
     options = parser.parse_args(arguments)
@@ -211,6 +225,8 @@ def main(arguments: list[str]) -> int:
     if device == "cpu" and not options.quick:
         print("PyTorch finds no GPU to measure; --quick runs tiny shapes on the CPU")
         return 1
+    if not (options.quick or options.built):
+        return build_and_start_again()
     names = [name for name in ("cuda", "triton") if backends.why_unavailable(name) is None] if device == "cuda" else []
     passed = options.quick or checks_pass(names)
     result = run(gpu_cases.QUICK if options.quick else gpu_cases.FULL, device, names or ["cpu"])

@@ -136,7 +136,7 @@ def cuda_kernels(target: str) -> Iterator[Kernel]:
     """Those of the built module."""
     binary = Path(_native.__file__)
     found = sass.read(binary, target)
-    stated = _stated_launches(sass.embedded_ptx(binary, target))
+    stated = _stated_launches(sass.embedded_ptx(binary))
     seen = set()
     for symbol, name in zip(found, _demangled(list(found)), strict=True):
         if name in seen:  # in two sources, the same
@@ -165,7 +165,7 @@ def cuda_kernels(target: str) -> Iterator[Kernel]:
 
 
 def _stated_launches(ptx: str) -> dict[str, tuple[int, int]]:
-    """Threads of a block and resident blocks, as RLK_KERNEL states them."""
+    """Threads of a block and resident blocks, as RLK_KERNEL states them for every target."""
     entries = re.findall(r"\.entry (\w+)\(.*?\)\s*((?:\.\w+ [\d, ]+\s*)*)\{", ptx, re.DOTALL)
     launches = {}
     for name, directives in entries:

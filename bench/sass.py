@@ -64,8 +64,9 @@ def _dump(option: str, binary: Path, target: str | None = None) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def embedded_ptx(binary: Path, target: str) -> str:
-    return _dump("-ptx", binary, target)
+def embedded_ptx(binary: Path) -> str:
+    """Of whichever targets it is embedded for."""
+    return _dump("-ptx", binary)
 
 
 def read(binary: Path, target: str) -> dict[str, tuple[Resources, list[Instruction]]]:

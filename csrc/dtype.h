@@ -17,6 +17,21 @@ struct Float16 {
   uint16_t bits;
 };
 
+// Calls function(element) with a value of the dtype's element type.
+template <class Function>
+void with_element_type(DType dtype, Function function) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return function(double{});
+    case DType::kFloat32:
+      return function(float{});
+    case DType::kBFloat16:
+      return function(BFloat16{});
+    case DType::kFloat16:
+      return function(Float16{});
+  }
+}
+
 // The type a row of elements is reduced in.
 template <class Elem>
 struct ComputeType {

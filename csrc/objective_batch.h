@@ -1,9 +1,37 @@
 // A batch's tokens and sequences as the objective reads them, on host and device.
 #pragma once
 
+#include <type_traits>
+
+#include "objective.h"
 #include "params.h"
 
 namespace rlk {
+
+// Calls function(std::integral_constant<ObjectiveKind, kind>).
+template <class Function>
+HOST_DEVICE void with_kind(const ObjectiveOptions& options, Function function) {
+  using K = ObjectiveKind;
+  switch (options.kind) {
+    case K::kClip:
+      return function(std::integral_constant<K, K::kClip>{});
+    case K::kClipDetached:
+      return function(std::integral_constant<K, K::kClipDetached>{});
+    case K::kGeometric:
+      if (options.clips_sequence) return function(std::integral_constant<K, K::kGeometricSequence>{});
+      return function(std::integral_constant<K, K::kGeometric>{});
+    case K::kCispo:
+      return function(std::integral_constant<K, K::kCispo>{});
+    case K::kSapo:
+      return function(std::integral_constant<K, K::kSapo>{});
+    case K::kNft:
+      return function(std::integral_constant<K, K::kNft>{});
+    case K::kReinforce:
+      return function(std::integral_constant<K, K::kReinforce>{});
+    case K::kGeometricSequence:
+      break;
+  }
+}
 
 HOST_DEVICE int64_t sequence_begin(const PolicyObjectiveParams& p, int64_t b) {
   return p.cu_seqlens ? p.cu_seqlens[b] : b * p.width;

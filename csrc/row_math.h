@@ -120,6 +120,8 @@ struct RowState {
     t = a.t + b.t;
     q = a.q + b.q;
     w = a.w + b.w;
+    target += right.target;
+    if (right.max_before_target > max_before_target) max_before_target = right.max_before_target;
   }
 
  private:

@@ -77,6 +77,17 @@ def test_a_quick_run_leaves_table_and_json(
     assert gpu_check.slower(json.loads((tmp_path / "gpu_check.json").read_text())["rows"], result["rows"])
 
 
+def test_it_goes_on_with_what_it_built(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda path, arguments: started.append(arguments))
+    monkeypatch.setattr("sys.argv", ["gpu_check.py", "--out", "here"])
+    monkeypatch.setattr(gpu_check, "passes", lambda title, command: "--no-deps" in command)
+    gpu_check.build_and_start_again()
+    assert started[0][1:] == ["gpu_check.py", "--out", "here", "--built"]
+    monkeypatch.setattr(gpu_check, "passes", lambda title, command: False)
+    assert gpu_check.build_and_start_again() == 1 and len(started) == 1
+
+
 def test_without_a_gpu_it_says_so(gpu_check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 

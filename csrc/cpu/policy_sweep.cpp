@@ -31,9 +31,9 @@ void sweep_row(const PolicySweepParams& p, const ObjectiveRows<T>& rows, int64_t
   const RowStats<double> stats = finish(state, transform.k, static_cast<double>(s.vocab));
   write_stats<T>(s.out, row, state.m, stats);
 
-  const int64_t b = rows.sequence_of(row);
+  const int64_t b = sequence_of(p.objective, row);
   // rounded as the statistics are stored, so that the coefficients are those of two sweeps
-  const ObjectiveToken token = rows.token(row, static_cast<T>(stats.logp));
+  const ObjectiveToken token = token_at<T>(p.objective, row, b, static_cast<T>(stats.logp));
   const ObjectiveTerms terms = objective_terms<kKind>(o, token, token.log_ratio(), 1.0);
   const RowCoefficients<T> c = {static_cast<T>(rows.loss_scale(b) * (terms.dlogp + terms.dx)),
                                 static_cast<T>(-o.entropy_coef * rows.entropy_scale(b)),

@@ -108,19 +108,5 @@ struct KeptRow {
   }
 };
 
-template <class Function>
-void with_element_type(DType dtype, Function function) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return function(double{});
-    case DType::kFloat32:
-      return function(float{});
-    case DType::kBFloat16:
-      return function(BFloat16{});
-    case DType::kFloat16:
-      return function(Float16{});
-  }
-}
-
 }  // namespace RLK_ISA
 }  // namespace rlk

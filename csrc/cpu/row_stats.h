@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "../row_output.h"
 #include "row_segments.h"
 
 namespace rlk {
@@ -176,27 +177,17 @@ RowState<double> located_state(const Elem* u, int64_t begin, int64_t n, int64_t 
   return state;
 }
 
-template <class T>
-void write(void* out, int64_t row, double value) {
-  if (out) static_cast<T*>(out)[row] = static_cast<T>(value);
-}
-
 // Appends the segments of a row of `vocab` columns from left to right, whichever thread made them.
 template <class StateOfSegment>
 void append_segments(int64_t vocab, int threads, double k, RowState<double>* state, const StateOfSegment& of_segment) {
-  const auto append = [&](const RowState<double>& segment) {
-    state->target += segment.target;
-    if (segment.max_before_target > state->max_before_target) state->max_before_target = segment.max_before_target;
-    state->merge(segment, k);
-  };
   if (threads == 1) {
-    for_each_segment(vocab, 1, [&](int64_t begin, int64_t n) { append(of_segment(begin, n)); });
+    for_each_segment(vocab, 1, [&](int64_t begin, int64_t n) { state->merge(of_segment(begin, n), k); });
     return;
   }
   std::vector<RowState<double>> segments((vocab + kSegment - 1) / kSegment);
   for_each_segment(vocab, threads,
                    [&](int64_t begin, int64_t n) { segments[begin / kSegment] = of_segment(begin, n); });
-  for (const RowState<double>& segment : segments) append(segment);
+  for (const RowState<double>& segment : segments) state->merge(segment, k);
 }
 
 // Appends columns [vocab_start, vocab_start + logits.vocab) of one row.
@@ -229,18 +220,6 @@ void push_and_keep_row(const Elem* logits, int64_t vocab, int64_t target, const 
     kept->maxima[begin / kSegment] = static_cast<T>(segment.m);
     return segment;
   });
-}
-
-template <class T>
-void write_stats(const RowStatsOut& out, int64_t row, double m, const RowStats<double>& stats) {
-  write<T>(out.logp, row, stats.logp);
-  write<T>(out.entropy, row, stats.entropy);
-  write<T>(out.lse, row, stats.lse);
-  write<T>(out.log_sum_sq_probs, row, stats.log_sum_sq_probs);
-  write<T>(out.mean_logits, row, stats.mean_logits);
-  if (out.is_top1) out.is_top1[row] = stats.is_top1;
-  write<T>(out.row_max, row, m);
-  write<T>(out.log_sum_exp, row, stats.log_s);
 }
 
 }  // namespace RLK_ISA

@@ -1,8 +1,6 @@
 // What the objective's and the sweep's kernels know of whole sequences, and where they keep it.
 #pragma once
 
-#include <type_traits>
-
 #include "../objective_batch.h"
 #include "block_reduce.cuh"
 
@@ -39,30 +37,6 @@ struct SequenceTotals {
     return reduction_scale(p.entropy_reduction, batch->entropy_denominator, length(b));
   }
 };
-
-template <class Function>
-RLK_DEVICE void with_kind(const ObjectiveOptions& options, Function function) {
-  using K = ObjectiveKind;
-  switch (options.kind) {
-    case K::kClip:
-      return function(std::integral_constant<K, K::kClip>{});
-    case K::kClipDetached:
-      return function(std::integral_constant<K, K::kClipDetached>{});
-    case K::kGeometric:
-      if (options.clips_sequence) return function(std::integral_constant<K, K::kGeometricSequence>{});
-      return function(std::integral_constant<K, K::kGeometric>{});
-    case K::kCispo:
-      return function(std::integral_constant<K, K::kCispo>{});
-    case K::kSapo:
-      return function(std::integral_constant<K, K::kSapo>{});
-    case K::kNft:
-      return function(std::integral_constant<K, K::kNft>{});
-    case K::kReinforce:
-      return function(std::integral_constant<K, K::kReinforce>{});
-    case K::kGeometricSequence:
-      break;
-  }
-}
 
 struct Sum {
   RLK_DEVICE double operator()(double a, double b) const { return a + b; }

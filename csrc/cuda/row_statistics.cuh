@@ -4,6 +4,7 @@
 // batch or the launch; segments are merged from left to right. So a row's bits depend on its logits alone.
 #pragma once
 
+#include "../row_output.h"
 #include "block_reduce.cuh"
 #include "rows.cuh"
 
@@ -158,12 +159,7 @@ RLK_DEVICE RowState<double> segment_state(const LogitsRow<Elem>& row, int64_t be
 
 // Merges `count` segments' states, from left to right.
 RLK_DEVICE void append_segments(const RowState<double>* segments, int64_t count, double k, RowState<double>* state) {
-  for (int64_t i = 0; i < count; ++i) {
-    const RowState<double> segment = segments[i];
-    state->target += segment.target;
-    if (segment.max_before_target > state->max_before_target) state->max_before_target = segment.max_before_target;
-    state->merge(segment, k);
-  }
+  for (int64_t i = 0; i < count; ++i) state->merge(segments[i], k);
 }
 
 constexpr int kSegmentsAtOnce = 64;  // states in shared memory: 262,144 columns
@@ -184,23 +180,6 @@ RLK_DEVICE void push_row(const LogitsRow<Elem>& row, int64_t y, const RowTransfo
     if (thread_index() == 0) append_segments(states, count, transform.k, state);
     __syncthreads();  // the states have been read before the next ones take their place
   }
-}
-
-template <class T>
-RLK_DEVICE void write(void* out, int64_t row, double value) {
-  if (out) static_cast<T*>(out)[row] = static_cast<T>(value);
-}
-
-template <class T>
-RLK_DEVICE void write_stats(const RowStatsOut& out, int64_t row, double m, const RowStats<double>& stats) {
-  write<T>(out.logp, row, stats.logp);
-  write<T>(out.entropy, row, stats.entropy);
-  write<T>(out.lse, row, stats.lse);
-  write<T>(out.log_sum_sq_probs, row, stats.log_sum_sq_probs);
-  write<T>(out.mean_logits, row, stats.mean_logits);
-  if (out.is_top1) out.is_top1[row] = stats.is_top1;
-  write<T>(out.row_max, row, m);
-  write<T>(out.log_sum_exp, row, stats.log_s);
 }
 
 }  // namespace cuda

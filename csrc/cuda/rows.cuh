@@ -111,20 +111,6 @@ RLK_DEVICE T floored(T d) {
 }
 
 template <class Function>
-void with_element_type(DType dtype, Function function) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return function(double{});
-    case DType::kFloat32:
-      return function(float{});
-    case DType::kBFloat16:
-      return function(BFloat16{});
-    case DType::kFloat16:
-      return function(Float16{});
-  }
-}
-
-template <class Function>
 void with_rows(const LogitsView& logits, const RowScaling& scaling, bool needs_all_sums, Function function) {
   if (logits.stride_vocab != 1 && logits.vocab > 1) {
     function(std::integral_constant<Rows, Rows::kStrided>{});
