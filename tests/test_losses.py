@@ -596,6 +596,7 @@ def test_metrics_of_a_known_batch() -> None:
     out = rlkernels.logp_policy_loss(torch.zeros(2, 3), batch, GRPO(kl_coef=1.0), entropy=torch.ones(2, 3))
     expected = {
         "ratio_mean": 5.5 / 5,
+        "ratio_variance": (4 + 0.25 + 3) / 5 - 1.1**2,
         "ratio_min": 0.5,
         "ratio_max": 2.0,
         "clip_frac_low": 1 / 5,
