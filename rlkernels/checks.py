@@ -88,6 +88,22 @@ def require_shape(name: str, value: Tensor, *allowed: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: expected shape {shapes}, got {describe(value)}")
 
 
+def require_floats(name: str, value: Any, *shape: int | str) -> None:
+    """A float tensor; a size that is a letter may be any."""
+    require_tensor(name, value)
+    require_dtype(name, value, FLOAT_DTYPES)
+    require_sizes(name, value, *shape)
+
+
+def require_sizes(name: str, value: Tensor, *shape: int | str) -> None:
+    fits = value.ndim == len(shape) and all(
+        isinstance(size, str) or size == actual for size, actual in zip(shape, value.shape, strict=True)
+    )
+    if not fits:
+        expected = ", ".join(map(str, shape))
+        raise ValueError(f"{name}: expected shape [{expected}], got {describe(value)}")
+
+
 def require_same_device(reference_name: str, reference: Tensor, **others: Tensor | None) -> None:
     for name, tensor in others.items():
         if tensor is not None and tensor.device != reference.device:
