@@ -152,7 +152,7 @@ def contrastive_loss(
     size = max(1, groups if isinstance(groups, int) else rows)
     pairs = _Pairs(correct, group.index, size)
 
-    e = embeddings.to(result_dtype(embeddings)).view(rows // size, size, -1)
+    e = embeddings.to(result_dtype(embeddings)).reshape(rows // size, size, embeddings.shape[1])
     z = e @ e.transpose(1, 2) / temperature
     floor = z.detach().amax(-1) + math.log(eps) if eps > 0 else None
     among_all = pairs.log_sum_exp(z, pairs.others, floor)
