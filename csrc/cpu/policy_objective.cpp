@@ -171,8 +171,9 @@ void run(const PolicyObjectiveParams& p) {
     loss += rows.loss_scale(b) * s.value;
     bonus += rows.entropy_scale(b) * s.entropy;
     if (rows.count(b) == 0) continue;
-    const double added[] = {rows.count(b), -s.log_ratio,   s.k3,     s.ratio,         s.ratio_spread, s.clipped_low,
-                            s.clipped_high, s.weight, s.policy_weight, s.kl,           s.entropy};
+    const double added[] = {rows.count(b),   -s.log_ratio,  s.k3,           s.ratio,
+                            s.ratio_spread,  s.clipped_low, s.clipped_high, s.weight,
+                            s.policy_weight, s.kl,          s.entropy};
     for (int i = 0; i < kFirstMinimum; ++i) metrics[i] += added[i];
     const double low = s.clipped_low / rows.count(b), high = s.clipped_high / rows.count(b);
     const double extremes[] = {s.ratio_min, low, high, s.ratio_max, low, high};
