@@ -185,7 +185,7 @@ def test_value_loss_of_micro_batches_adds_up(generator: Generator) -> None:
     parts = [value_loss(*(x[i : i + 2] for x in (values, old, returns, mask)), normalizer=6.0) for i in (0, 2)]
     torch.testing.assert_close(sum(parts), whole)
     assert value_loss(values, old, returns, torch.zeros(4, 3)).item() == 0
-    assert value_loss(values, old, returns, mask, reduction="none").shape == (12,)
+    assert value_loss(values, old, returns, mask, reduction="none").shape == (4, 3)
 
 
 @settings(max_examples=50, deadline=None)
@@ -269,6 +269,13 @@ def test_rollout_weights_are_finite() -> None:
                 assert weights.isfinite().all()
     weights = rollout_weights(old, rollout, torch.ones(1, 4))
     assert weights[0].tolist() == pytest.approx([0.0, 2.0, 1.0, 0.0], abs=1e-30)
+
+
+def test_nothing_formed_of_log_probabilities_has_a_gradient() -> None:
+    x, mask = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3)
+    assert not rollout_weights(x, x, mask).requires_grad
+    assert not whiten(x, mask).requires_grad
+    assert not any(part.requires_grad for part in generalized_advantages(x, x, mask))
 
 
 def test_rollout_weights_in_a_loss(backend: str, generator: Generator) -> None:

@@ -141,6 +141,8 @@ def contrastive_loss(
     rows = embeddings.shape[0]
     checks.require_tensor("correct", correct)
     checks.require_sizes("correct", correct, rows)
+    if positives is not None:
+        checks.require_tensor("positives", positives)
     checks.require_same_device("embeddings", embeddings, correct=correct, positives=positives)
     checks.require_choice("kind", kind, KINDS)
     checks.require_number("temperature", temperature, above=0.0)
@@ -197,7 +199,6 @@ class _Pairs:
         return torch.where(self.positive, lots, -1).argmax(-1, keepdim=True)
 
     def given(self, positives: Tensor) -> Tensor:
-        checks.require_tensor("positives", positives)
         checks.require_dtype("positives", positives, checks.INTEGER_DTYPES)
         checks.require_shape("positives", positives, (self.rows,))
         blocks = self.rows // self.size

@@ -45,12 +45,13 @@ def debias_reward(
     """
     checks.require_floats("rewards", rewards, "B")
     checks.require_floats("base_rewards", base_rewards, rewards.shape[0])
-    checks.require_same_device("rewards", rewards, base_rewards=base_rewards, format_rewards=format_rewards)
+    checks.require_same_device("rewards", rewards, base_rewards=base_rewards)
     checks.require_number("format_coefficient", format_coefficient, at_least=0.0, at_most=1.0)
     debiased = (widened(rewards) - widened(base_rewards)).clamp(0, 1)
     if format_rewards is not None:
         checks.require_tensor("format_rewards", format_rewards)
         checks.require_shape("format_rewards", format_rewards, tuple(rewards.shape))
+        checks.require_same_device("rewards", rewards, format_rewards=format_rewards)
         debiased = (1 - format_coefficient) * debiased + format_coefficient * widened(format_rewards)
     return debiased.to(result_dtype(rewards))
 

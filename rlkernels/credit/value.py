@@ -121,7 +121,7 @@ def value_loss(
         reduction, normalizer: as in `policy_loss`.
 
     Returns:
-        0-d (`[B * T]` with `reduction="none"`), float32 (float64 for float64 values).
+        0-d (`[B, T]` with `reduction="none"`), float32 (float64 for float64 values).
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -148,4 +148,5 @@ def value_loss(
     near = torch.minimum(torch.maximum(now, old - clip), old + clip)
     losses = 0.5 * torch.maximum((now - target) ** 2, (near - target) ** 2)
     segments = Segments(tuple(values.shape), None)
-    return reduce_tokens(losses.reshape(-1), trained.reshape(-1), segments, reduction, normalizer)
+    loss = reduce_tokens(losses.reshape(-1), trained.reshape(-1), segments, reduction, normalizer)
+    return loss.reshape(values.shape) if reduction == "none" else loss
