@@ -354,8 +354,8 @@ class NFT(Objective):
         else:                      -negative_weight w log max(x, min_ratio),   x = (1 - q R) / (1 - q)
         R = exp(min(d, log_ratio_max)), d the log ratio of `level`;  q = extras["success_rate"] within rate_clamp
 
-    The maximum passes the gradient straight through to x. `level="sequence_product"` is the form of whole sequences; with
-    `reduction="seq_mean_token_mean", normalizer=1.0` a response is one term, as the authors have it.
+    The maximum passes the gradient straight through to x. `level="sequence_product"` is the form of whole sequences;
+    with `reduction="seq_mean_token_mean", normalizer=1.0` a response is one term, as the authors have it.
 
     Args:
         min_ratio: > 0 (epsilon).

@@ -94,6 +94,17 @@ def test_nothing_to_compare_gives_zero_and_a_zero_gradient(kind: str, eps: float
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_rejected_response_may_be_nan(kind: str) -> None:
+    embeddings = torch.eye(4).requires_grad_()
+    correct = torch.tensor([1.0, 1.0, 0.0, math.nan])
+    spoiled = torch.cat([embeddings[:3], torch.full((1, 4), math.nan)])
+    out = contrastive_loss(spoiled, correct, torch.zeros(4, dtype=torch.int64), kind=kind, eps=1e-8)
+    out.loss.backward()
+    assert out.loss.isfinite()
+    assert embeddings.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_far_answers_at_a_low_temperature(kind: str) -> None:
     """Where the authors' epsilon dominates, the exact loss is log 3; opposite ones leave nothing but finite numbers."""
     out = contrastive_loss(torch.eye(4), torch.tensor([1, 1, 0, 0]), 4, kind=kind, temperature=0.01)

@@ -154,7 +154,9 @@ def contrastive_loss(
     size = max(1, groups if isinstance(groups, int) else rows)
     pairs = _Pairs(correct, group.index, size)
 
-    e = embeddings.to(result_dtype(embeddings)).reshape(rows // size, size, embeddings.shape[1])
+    # a rejected response may be NaN, and 0 * NaN would reach every gradient
+    e = torch.where(correct.isnan()[:, None], 0, embeddings).to(result_dtype(embeddings))
+    e = e.reshape(rows // size, size, embeddings.shape[1])
     z = e @ e.transpose(1, 2) / temperature
     floor = z.detach().amax(-1) + math.log(eps) if eps > 0 else None
     among_all = pairs.log_sum_exp(z, pairs.others, floor)
