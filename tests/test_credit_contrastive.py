@@ -93,6 +93,19 @@ def test_nothing_to_compare_gives_zero_and_a_zero_gradient(kind: str, eps: float
     assert contrastive_loss(torch.zeros(0, 3), torch.zeros(0), 4, kind=kind).per_response.shape == (0,)
 
 
+def test_strided_inputs_are_their_copies(generator: Generator) -> None:
+    embeddings = torch.randn(8, 2, 3, generator=generator)[:, 1].t().contiguous().t()
+    correct, positives, groups = (
+        torch.stack([torch.tensor(x)] * 2, 1)[:, 0]
+        for x in ([1, 1, 0, 1] * 2, [1, 0, 0, 1, 5, 4, 4, 4], [3] * 4 + [0] * 4)
+    )
+    out = contrastive_loss(embeddings, correct, groups, positives=positives)
+    copies = [x.contiguous() for x in (embeddings, correct, groups)]
+    expected = contrastive_loss(*copies, positives=positives.contiguous())
+    torch.testing.assert_close(out.per_response, expected.per_response)
+    assert torch.equal(contrastive_loss(embeddings, correct, 4, positives=positives).is_anchor, out.is_anchor)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rejected_response_may_be_nan(kind: str) -> None:
     embeddings = torch.eye(4).requires_grad_()

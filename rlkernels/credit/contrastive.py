@@ -178,7 +178,7 @@ class _Pairs:
 
     def __init__(self, correct: Tensor, index: Tensor, size: int) -> None:
         self.rows, self.size = index.shape[0], size
-        index, right, known = (x.view(-1, size) for x in (index, correct > 0, ~correct.isnan()))
+        index, right, known = (x.reshape(-1, size) for x in (index, correct > 0, ~correct.isnan()))
         same = (index[:, :, None] == index[:, None, :]) & ~torch.eye(size, dtype=torch.bool, device=index.device)
         self.others = same & known[:, None, :]
         self.positive = self.others & right[:, None, :] & right[:, :, None]
@@ -205,7 +205,7 @@ class _Pairs:
         checks.require_shape("positives", positives, (self.rows,))
         blocks = self.rows // self.size
         first = torch.arange(blocks, device=positives.device)[:, None] * self.size
-        column = positives.view(blocks, self.size).to(torch.int64) - first
+        column = positives.reshape(blocks, self.size).to(torch.int64) - first
         inside = (column >= 0) & (column < self.size)
         column = torch.where(inside, column, torch.arange(self.size, device=column.device))[..., None]
         if checks.values_are_checked(positives.device):
