@@ -86,6 +86,7 @@ enum ObjectiveMetric : int {
   kKlK1,
   kKlK3,
   kRatio,
+  kRatioSpread,  // squares of ratio - 1
   kClipLow,
   kClipHigh,
   kWeight,

@@ -88,21 +88,35 @@ def require_shape(name: str, value: Tensor, *allowed: tuple[int, ...]) -> None:
         raise ValueError(f"{name}: expected shape {shapes}, got {describe(value)}")
 
 
-def require_reals(name: str, value: Tensor, *axes: str) -> None:
-    """Real numbers along the named axes, such as "B" and "T"."""
+def require_reals(name: str, value: Tensor, *shape: int | str) -> None:
+    """Real numbers; a size that is a letter may be any."""
     require_tensor(name, value)
-    if value.ndim != len(axes) or value.is_complex():
-        raise ValueError(f"{name}: expected shape [{', '.join(axes)}] of real numbers, got {describe(value)}")
+    if value.is_complex():
+        raise TypeError(f"{name}: expected real numbers, got {describe(value)}")
+    require_sizes(name, value, *shape)
 
 
 def require_like(reference_name: str, reference: Tensor, **others: Tensor) -> None:
     """Real numbers in the reference's shape, on its device."""
     for name, tensor in others.items():
-        require_tensor(name, tensor)
-        if tensor.is_complex():
-            raise TypeError(f"{name}: expected real numbers, got {describe(tensor)}")
-        require_shape(name, tensor, tuple(reference.shape))
+        require_reals(name, tensor, *reference.shape)
     require_same_device(reference_name, reference, **others)
+
+
+def require_floats(name: str, value: Any, *shape: int | str) -> None:
+    """A float tensor; a size that is a letter may be any."""
+    require_tensor(name, value)
+    require_dtype(name, value, FLOAT_DTYPES)
+    require_sizes(name, value, *shape)
+
+
+def require_sizes(name: str, value: Tensor, *shape: int | str) -> None:
+    fits = value.ndim == len(shape) and all(
+        isinstance(size, str) or size == actual for size, actual in zip(shape, value.shape, strict=True)
+    )
+    if not fits:
+        expected = ", ".join(map(str, shape))
+        raise ValueError(f"{name}: expected shape [{expected}], got {describe(value)}")
 
 
 def require_same_device(reference_name: str, reference: Tensor, **others: Tensor | None) -> None:

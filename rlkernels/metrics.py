@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,8 @@ from rlkernels import checks
 class Metrics(Mapping[str, Tensor]):
     """A mapping from name to a 0-d tensor that keeps sums, counts and extremes instead of means.
 
-    A mean over nothing is 0, and so is an extreme over nothing. Reading a value does not synchronise with the
-    host; `float(metrics[name])` does.
+    A mean over nothing is 0, and so are a variance and an extreme over nothing. Reading a value does not
+    synchronise with the host; `float(metrics[name])` does.
 
     Example:
         >>> import torch, rlkernels
@@ -30,9 +31,15 @@ class Metrics(Mapping[str, Tensor]):
         means: Mapping[str, tuple[Tensor, Tensor]],
         minima: Mapping[str, Tensor] | None = None,
         maxima: Mapping[str, Tensor] | None = None,
+        variances: Mapping[str, tuple[Tensor, Tensor, Tensor]] | None = None,
     ) -> None:
-        """`means` maps a name to (sum, count); an extreme over nothing is +inf in `minima`, -inf in `maxima`."""
+        """`means` maps a name to (sum, count); an extreme over nothing is +inf in `minima`, -inf in `maxima`.
+
+        `variances` maps a name to (sum of x, sum of (x - 1)^2, count) of numbers near 1, such as ratios: squares about
+        0 would cancel.
+        """
         self._means = dict(means)
+        self._variances = dict(variances or {})
         self._minima = dict(minima or {})
         self._maxima = dict(maxima or {})
 
@@ -40,16 +47,22 @@ class Metrics(Mapping[str, Tensor]):
         if name in self._means:
             total, count = self._means[name]
             return total / count.clamp(min=1)
+        if name in self._variances:
+            total, spread, count = self._variances[name]
+            number = count.clamp(min=1)
+            variance = spread / number - ((total - count) / number) ** 2
+            return torch.where(spread.isinf(), spread, variance.clamp(min=0))
         extreme = self._minima[name] if name in self._minima else self._maxima[name]
         return torch.where(extreme.isinf(), 0.0, extreme)
 
     def __iter__(self) -> Iterator[str]:
         yield from self._means
+        yield from self._variances
         yield from self._minima
         yield from self._maxima
 
     def __len__(self) -> int:
-        return len(self._means) + len(self._minima) + len(self._maxima)
+        return len(self._means) + len(self._variances) + len(self._minima) + len(self._maxima)
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(f'{name}={float(value):.6g}' for name, value in self.items())})"
@@ -73,26 +86,30 @@ class Metrics(Mapping[str, Tensor]):
                 raise ValueError(f"parts: expected the same metrics {names} in each, got {list(part)}")
         first = parts[0]
 
-        def total(name: str, column: int) -> Tensor:
-            return torch.stack([part._means[name][column] for part in parts]).sum()
+        def totals(sums: Iterable[Sequence[Tensor]]) -> Any:
+            return tuple(torch.stack(column).sum() for column in zip(*sums, strict=True))
 
         return Metrics(
-            {name: (total(name, 0), total(name, 1)) for name in first._means},
+            {name: totals(p._means[name] for p in parts) for name in first._means},
             {name: torch.stack([p._minima[name] for p in parts]).amin() for name in first._minima},
             {name: torch.stack([p._maxima[name] for p in parts]).amax() for name in first._maxima},
+            {name: totals(p._variances[name] for p in parts) for name in first._variances},
         )
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Metrics:
         """The metrics of all ranks of `group` together; every rank gets the same. Two collectives."""
-        sums = torch.stack([value for pair in self._means.values() for value in pair])
+        kept = [*self._means.values(), *self._variances.values()]
+        sums = torch.stack([value for values in kept for value in values])
         dist.all_reduce(sums, group=group)
-        means = {name: (sums[2 * i], sums[2 * i + 1]) for i, name in enumerate(self._means)}
+        reduced = iter(sums)
+        means = {name: (next(reduced), next(reduced)) for name in self._means}
+        variances = {name: (next(reduced), next(reduced), next(reduced)) for name in self._variances}
         values = [*(-value for value in self._minima.values()), *self._maxima.values()]
         if not values:
-            return Metrics(means)
+            return Metrics(means, variances=variances)
         extremes = torch.stack(values)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
         count = len(self._minima)
         minima = {name: -extremes[i] for i, name in enumerate(self._minima)}
         maxima = {name: extremes[count + i] for i, name in enumerate(self._maxima)}
-        return Metrics(means, minima, maxima)
+        return Metrics(means, minima, maxima, variances)

@@ -244,7 +244,9 @@ class GMPO(Objective):
 
     Args:
         log_clip_low, log_clip_high: > 0, bounds of the log ratio.
-        clip_level: `"token"`; `"sequence"` clips sum_t m d instead of each d; None clips nothing.
+        clip_level: `"token"`; `"sequence"` clips sum_t m d instead of each d, and divides it by n afterwards, as the
+            authors' ablation; None clips nothing. The product itself, clipped and not rooted, is `GSPO`'s
+            `level="sequence_product"`.
 
     Source: GMPO (2507.20673); batched as verl's `geo_mean`.
     """
@@ -352,8 +354,8 @@ class NFT(Objective):
         else:                      -negative_weight w log max(x, min_ratio),   x = (1 - q R) / (1 - q)
         R = exp(min(d, log_ratio_max)), d the log ratio of `level`;  q = extras["success_rate"] within rate_clamp
 
-    The maximum passes the gradient straight through to x. `level="sequence_product"` is the form of whole
-    sequences.
+    The maximum passes the gradient straight through to x. `level="sequence_product"` is the form of whole sequences;
+    with `reduction="seq_mean_token_mean", normalizer=1.0` a response is one term, as the authors have it.
 
     Args:
         min_ratio: > 0 (epsilon).

@@ -131,7 +131,13 @@ def fused_metrics(sums: Tensor, batch: PolicyBatch, options: ObjectiveOptions, h
     }
     count = values["count"]
     means = {name: (values[name], count) for name in METRICS[1:] if not absent.get(name, False)}
-    return Metrics(means, {name: values[name] for name in MINIMA}, {name: values[name] for name in MAXIMA})
+    spread, _ = means.pop("ratio_variance")
+    return Metrics(
+        means,
+        {name: values[name] for name in MINIMA},
+        {name: values[name] for name in MAXIMA},
+        {"ratio_variance": (values["ratio_mean"], spread, count)},
+    )
 
 
 def entropy_reduction(recipe: Recipe) -> str:
@@ -215,10 +221,11 @@ def _metrics(packed: _Packed, policy: PolicyTerms | None, kl: Tensor | None) -> 
 
     log_ratio = packed.tokens.log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     means = {"approx_kl_k1": mean(-log_ratio), "approx_kl_k3": mean(torch.expm1(log_ratio) - log_ratio)}
-    minima, maxima = {}, {}
+    minima, maxima, variances = {}, {}, {}
     if policy is not None:
         ratio = policy.ratio.detach()
         means["ratio_mean"] = mean(ratio)
+        variances["ratio_variance"] = (means["ratio_mean"][0], mean((ratio - 1) ** 2)[0], count)
         minima["ratio_min"] = torch.where(mask, ratio, torch.inf)
         maxima["ratio_max"] = torch.where(mask, ratio, -torch.inf)
         lengths = segments.sum(mask.to(ratio.dtype))
@@ -245,4 +252,5 @@ def _metrics(packed: _Packed, policy: PolicyTerms | None, kl: Tensor | None) -> 
         means,
         {name: extreme(values, -1.0) for name, values in minima.items()},
         {name: extreme(values, 1.0) for name, values in maxima.items()},
+        variances,
     )

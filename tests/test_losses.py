@@ -596,6 +596,7 @@ def test_metrics_of_a_known_batch() -> None:
     out = rlkernels.logp_policy_loss(torch.zeros(2, 3), batch, GRPO(kl_coef=1.0), entropy=torch.ones(2, 3))
     expected = {
         "ratio_mean": 5.5 / 5,
+        "ratio_variance": (4 + 0.25 + 3) / 5 - 1.1**2,
         "ratio_min": 0.5,
         "ratio_max": 2.0,
         "clip_frac_low": 1 / 5,
@@ -630,6 +631,30 @@ def test_metrics_of_parts_merge_to_those_of_the_whole(generator: Generator) -> N
     parts = [rlkernels.logp_policy_loss(logp[part.span], part, "dapo").metrics for part in batch.split(6)]
     merged = rlkernels.Metrics.merge([rlkernels.Metrics.merge(parts[:1]), *parts[1:]])
     assert {k: float(v) for k, v in merged.items()} == pytest.approx({k: float(v) for k, v in whole.items()})
+
+
+def test_variance_of_ratios_near_one(backend: str, generator: Generator) -> None:
+    """Squares about 1 do not cancel in float32; equal ratios have none; parts of it merge to the whole."""
+    d = 1e-3 * torch.randn(16, 200, generator=generator)
+    mask = torch.rand(16, 200, generator=generator) < 0.8
+    batch = PolicyBatch(None, torch.ones(16), mask=mask, old_logp=torch.where(mask, d, math.nan) - 1)
+    logp = torch.full((16, 200), -1.0)
+    expected = (-1 - batch.old_logp[mask].double()).exp().var(correction=0).item()
+    whole = rlkernels.logp_policy_loss(logp, batch, "grpo").metrics
+    assert whole["ratio_variance"].item() == pytest.approx(expected, rel=1e-4)
+    parts = [rlkernels.logp_policy_loss(logp[part.span], part, "grpo").metrics for part in batch.split(5)]
+    merged = rlkernels.Metrics.merge(parts)["ratio_variance"].item()
+    assert merged == pytest.approx(expected, rel=1e-4)
+    shifted = PolicyBatch(None, torch.ones(16), mask=mask, old_logp=torch.full((16, 200), -1.5))
+    equal = rlkernels.logp_policy_loss(logp, shifted, "grpo").metrics
+    assert equal["ratio_variance"].item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_variance_of_huge_ratios_is_not_nan(backend: str) -> None:
+    batch = PolicyBatch(None, torch.ones(1), old_logp=torch.tensor([[-200.0, -1.0]]))
+    assert rlkernels.logp_policy_loss(torch.full((1, 2), -1.0), batch, "grpo").metrics["ratio_variance"].isinf()
+    empty = PolicyBatch(None, torch.ones(1), mask=torch.zeros(1, 2))
+    assert rlkernels.logp_policy_loss(torch.zeros(1, 2), empty, "grpo").metrics["ratio_variance"] == 0
 
 
 def test_metrics_with_other_names_do_not_merge() -> None:

@@ -35,8 +35,8 @@ SEQ_MEAN_TOKEN_MEAN = tl.constexpr(fields.SEQ_MEAN_TOKEN_MEAN)
 TOKEN_SUM = tl.constexpr(fields.TOKEN_SUM)
 
 # a sequence's sums: value, entropy, then those of METRICS, then three minima and three maxima
-SUMS = tl.constexpr(18)
-METRIC_SUMS = tl.constexpr(10)
+SUMS = tl.constexpr(19)
+METRIC_SUMS = tl.constexpr(11)
 
 
 @triton.jit
@@ -218,6 +218,7 @@ def objective_kernel(
     sum_d = value
     sum_k3 = value
     sum_ratio = value
+    sum_spread = value
     sum_low = value
     sum_high = value
     sum_weight = value
@@ -258,6 +259,7 @@ def objective_kernel(
         sum_d += tl.sum(tl.where(used, limited, 0.0), axis=0)
         sum_k3 += tl.sum(tl.where(used, expm1(limited) - limited, 0.0), axis=0)
         sum_ratio += tl.sum(tl.where(used, ratio, 0.0), axis=0)
+        sum_spread += tl.sum(tl.where(used, (ratio - 1.0) * (ratio - 1.0), 0.0), axis=0)
         sum_low += tl.sum((used & low).to(tl.float64), axis=0)
         sum_high += tl.sum((used & high).to(tl.float64), axis=0)
         sum_weight += tl.sum(tl.where(used, token_weight, 0.0), axis=0)
@@ -305,19 +307,20 @@ def objective_kernel(
     tl.store(sums + 3, -sum_d)
     tl.store(sums + 4, sum_k3)
     tl.store(sums + 5, sum_ratio)
-    tl.store(sums + 6, sum_low)
-    tl.store(sums + 7, sum_high)
-    tl.store(sums + 8, sum_weight)
-    tl.store(sums + 9, sum_policy_weight)
-    tl.store(sums + 10, sum_kl)
-    tl.store(sums + 11, sum_entropy)
+    tl.store(sums + 6, sum_spread)
+    tl.store(sums + 7, sum_low)
+    tl.store(sums + 8, sum_high)
+    tl.store(sums + 9, sum_weight)
+    tl.store(sums + 10, sum_policy_weight)
+    tl.store(sums + 11, sum_kl)
+    tl.store(sums + 12, sum_entropy)
     is_empty = count == 0.0
-    tl.store(sums + 12, smallest)
-    tl.store(sums + 13, tl.where(is_empty, INFINITY, sum_low / length))
-    tl.store(sums + 14, tl.where(is_empty, INFINITY, sum_high / length))
-    tl.store(sums + 15, largest)
-    tl.store(sums + 16, tl.where(is_empty, -INFINITY, sum_low / length))
-    tl.store(sums + 17, tl.where(is_empty, -INFINITY, sum_high / length))
+    tl.store(sums + 13, smallest)
+    tl.store(sums + 14, tl.where(is_empty, INFINITY, sum_low / length))
+    tl.store(sums + 15, tl.where(is_empty, INFINITY, sum_high / length))
+    tl.store(sums + 16, largest)
+    tl.store(sums + 17, tl.where(is_empty, -INFINITY, sum_low / length))
+    tl.store(sums + 18, tl.where(is_empty, -INFINITY, sum_high / length))
 
 
 @triton.jit(do_not_specialize=_ANY_VALUE)

@@ -17,7 +17,7 @@ constexpr int64_t kTokensPerPiece = 4096;
 // What one sequence adds to the metrics; see ObjectiveMetric.
 struct SequenceSums {
   double value = 0, entropy = 0, dx = 0;
-  double log_ratio = 0, k3 = 0, ratio = 0, clipped_low = 0, clipped_high = 0;
+  double log_ratio = 0, k3 = 0, ratio = 0, ratio_spread = 0, clipped_low = 0, clipped_high = 0;
   double weight = 0, policy_weight = 0, kl = 0;
   double ratio_min = std::numeric_limits<double>::infinity(), ratio_max = -std::numeric_limits<double>::infinity();
 };
@@ -45,10 +45,10 @@ void add_block(ObjectiveOptions o, TokenBlock tokens, const SequenceScalars& of_
   if (!kKl) o.kl_coef = 0;
   if (kPath == Path::kToken) o.log_ratio_clamp = std::numeric_limits<double>::infinity();
   const SequenceScalars shared = of_sequence;
-  double value = 0, entropy = 0, dx = 0, log_ratio = 0, k3 = 0, ratio = 0, low = 0, high = 0, weight = 0;
-  double policy_weight = 0, kl = 0, ratio_min = out->ratio_min, ratio_max = out->ratio_max;
-#pragma omp simd reduction(+ : value, entropy, dx, log_ratio, k3, ratio, low, high, weight, policy_weight, kl) \
-    reduction(min : ratio_min) reduction(max : ratio_max)
+  double value = 0, entropy = 0, dx = 0, log_ratio = 0, k3 = 0, ratio = 0, ratio_spread = 0, low = 0, high = 0;
+  double weight = 0, policy_weight = 0, kl = 0, ratio_min = out->ratio_min, ratio_max = out->ratio_max;
+#pragma omp simd reduction(+ : value, entropy, dx, log_ratio, k3, ratio, ratio_spread, low, high, weight) \
+    reduction(+ : policy_weight, kl) reduction(min : ratio_min) reduction(max : ratio_max)
   for (int64_t i = 0; i < tokens.n; ++i) {
     const double used = tokens.used[i];
     const ObjectiveToken token = tokens.token(i);
@@ -61,6 +61,7 @@ void add_block(ObjectiveOptions o, TokenBlock tokens, const SequenceScalars& of_
     log_ratio += d;
     k3 += exponential(d).minus_one - d;
     ratio += used * terms.ratio;
+    ratio_spread += used * (terms.ratio - 1) * (terms.ratio - 1);
     low += used * terms.clipped_low;
     high += used * terms.clipped_high;
     weight += used * token.weight;
@@ -77,6 +78,7 @@ void add_block(ObjectiveOptions o, TokenBlock tokens, const SequenceScalars& of_
   out->log_ratio += log_ratio;
   out->k3 += k3;
   out->ratio += ratio;
+  out->ratio_spread += ratio_spread;
   out->clipped_low += low;
   out->clipped_high += high;
   out->weight += weight;
@@ -169,8 +171,9 @@ void run(const PolicyObjectiveParams& p) {
     loss += rows.loss_scale(b) * s.value;
     bonus += rows.entropy_scale(b) * s.entropy;
     if (rows.count(b) == 0) continue;
-    const double added[] = {rows.count(b), -s.log_ratio,    s.k3, s.ratio,  s.clipped_low, s.clipped_high,
-                            s.weight,      s.policy_weight, s.kl, s.entropy};
+    const double added[] = {rows.count(b),   -s.log_ratio,  s.k3,           s.ratio,
+                            s.ratio_spread,  s.clipped_low, s.clipped_high, s.weight,
+                            s.policy_weight, s.kl,          s.entropy};
     for (int i = 0; i < kFirstMinimum; ++i) metrics[i] += added[i];
     const double low = s.clipped_low / rows.count(b), high = s.clipped_high / rows.count(b);
     const double extremes[] = {s.ratio_min, low, high, s.ratio_max, low, high};

@@ -1,6 +1,21 @@
 """From rewards to advantages and weights: `[B]`- and `[B, T]`-sized credit assignment."""
 
-from rlkernels.credit.advantages import group_advantages, leave_one_out_advantages, mixed_groups, overlong_penalty
+from rlkernels.credit.advantages import (
+    group_advantages,
+    group_std,
+    leave_one_out_advantages,
+    mixed_groups,
+    overlong_penalty,
+)
+from rlkernels.credit.contrastive import (
+    ContrastiveHead,
+    ContrastiveLoss,
+    contrastive_loss,
+    contrastive_reward,
+    pool_hidden,
+)
+from rlkernels.credit.likelihood import reference_probability_reward, verifree_advantages
+from rlkernels.credit.nft import success_rates
 from rlkernels.credit.prefix_sets import prefix_set_counts
 from rlkernels.credit.prefix_tree import (
     PrefixNode,
@@ -10,7 +25,10 @@ from rlkernels.credit.prefix_tree import (
     process_set_rewards,
 )
 from rlkernels.credit.prime import accuracy_filter, implicit_prm_loss, implicit_process_rewards, prime_advantages
+from rlkernels.credit.rlpr import StdFilter, debias_reward
+from rlkernels.credit.rollout import rollout_weights
 from rlkernels.credit.skills import budget_at_step, compression_reward, select_skills, skill_budget
+from rlkernels.credit.tool_output import outcome_reward, tool_output_mask
 from rlkernels.credit.two_channel import (
     VarianceDecomposition,
     group_variance_decomposition,
@@ -18,31 +36,49 @@ from rlkernels.credit.two_channel import (
     two_channel_advantages,
     two_channel_zscore,
 )
+from rlkernels.credit.value import GeneralizedAdvantages, generalized_advantages, value_loss
 from rlkernels.credit.whitening import whiten
 
 __all__ = [
+    "ContrastiveHead",
+    "ContrastiveLoss",
+    "GeneralizedAdvantages",
     "PrefixNode",
     "PrefixTreeSummary",
+    "StdFilter",
     "VarianceDecomposition",
     "accuracy_filter",
     "budget_at_step",
     "compression_reward",
+    "contrastive_loss",
+    "contrastive_reward",
+    "debias_reward",
+    "generalized_advantages",
     "group_advantages",
+    "group_std",
     "group_variance_decomposition",
     "implicit_prm_loss",
     "implicit_process_rewards",
     "leave_one_out_advantages",
     "mixed_groups",
+    "outcome_reward",
     "overlong_penalty",
     "path_annealing",
+    "pool_hidden",
     "prefix_set_counts",
     "prefix_tree",
     "prefix_tree_summary",
     "prime_advantages",
     "process_set_rewards",
+    "reference_probability_reward",
+    "rollout_weights",
     "select_skills",
     "skill_budget",
+    "success_rates",
+    "tool_output_mask",
     "two_channel_advantages",
     "two_channel_zscore",
+    "value_loss",
+    "verifree_advantages",
     "whiten",
 ]

@@ -42,17 +42,48 @@ def group_advantages(
         >>> group_advantages(torch.tensor([1.0, 0.0, 0.3, 0.3]), groups=2, eps=0.0).tolist()
         [0.7071067690849304, -0.7071067690849304, 0.0, 0.0]
     """
-    checks.require_reals("rewards", rewards, "B")
     checks.require_choice("scale", scale, ("std", "none"))
-    checks.require_choice("ddof", ddof, (0, 1))
     checks.require_number("eps", eps, at_least=0.0)
+    centred, std = _centred_and_std(rewards, groups, ddof)
+    if scale == "none":
+        return centred.to(result_dtype(rewards))
+    return torch.where(centred == 0, 0, centred / (std + eps)).to(result_dtype(rewards))
+
+
+def group_std(rewards: Tensor, groups: int | Tensor, *, ddof: int = 1) -> Tensor:
+    """The standard deviation of each response's group.
+
+    Exactly 0 for a group of equal rewards and for a group of one. NaN rewards take no part.
+
+    Args:
+        rewards: `[B]`, float or integer.
+        groups: group size (consecutive rows), or `[B]` integer ids.
+        ddof: 1 for the sample's standard deviation, 0 for the population's.
+
+    Returns:
+        `[B]`, float32 (float64 for float64 rewards).
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: GRPO (2402.03300).
+
+    Example:
+        >>> import torch
+        >>> from rlkernels.credit import group_std
+        >>> group_std(torch.tensor([1.0, 0.0, 0.3, 0.3]), groups=2, ddof=0).tolist()
+        [0.5, 0.5, 0.0, 0.0]
+    """
+    return _centred_and_std(rewards, groups, ddof)[1].to(result_dtype(rewards))
+
+
+def _centred_and_std(rewards: Tensor, groups: int | Tensor, ddof: int) -> tuple[Tensor, Tensor]:
+    checks.require_reals("rewards", rewards, "B")
+    checks.require_choice("ddof", ddof, (0, 1))
     values = wide(rewards.detach())
     group = Groups(groups, rewards.shape[0], rewards.device)
     centred, count = group.centre(values, values.isfinite())
-    if scale == "none":
-        return centred.to(result_dtype(rewards))
-    variance = group.sum(centred * centred) / (count - ddof).clamp(min=1)
-    return torch.where(centred == 0, 0, centred / (variance.sqrt() + eps)).to(result_dtype(rewards))
+    return centred, (group.sum(centred * centred) / (count - ddof).clamp(min=1)).sqrt()
 
 
 def leave_one_out_advantages(rewards: Tensor, groups: int | Tensor) -> Tensor:
@@ -114,7 +145,7 @@ def mixed_groups(rewards: Tensor, groups: int | Tensor) -> Tensor:
         [False, False, True, True]
     """
     centred = group_advantages(rewards, groups, scale="none")
-    return Groups(groups, rewards.shape[0], rewards.device).sum((centred != 0).to(torch.int32)) > 0
+    return Groups(groups, rewards.shape[0], rewards.device).count(centred != 0) > 0
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, *, factor: float = 1.0) -> Tensor:

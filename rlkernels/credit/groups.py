@@ -43,6 +43,10 @@ class Groups:
         """`[B]` -> each row's group's sum, `[B]`."""
         return values.new_zeros(self.rows).index_add(0, self.index, values)[self.index]
 
+    def count(self, chosen: Tensor) -> Tensor:
+        """`[B]` bool -> how many of each row's group, `[B]` int64."""
+        return self.sum(chosen.to(torch.int64))
+
     def min(self, values: Tensor) -> Tensor:
         """`[B]` -> each row's group's minimum, `[B]`."""
         lowest = values.new_full((self.rows,), torch.inf)

@@ -17,6 +17,7 @@ METRICS = (
     "approx_kl_k1",
     "approx_kl_k3",
     "ratio_mean",
+    "ratio_variance",  # a sum of (ratio - 1)^2
     "clip_frac_low",
     "clip_frac_high",
     "weight_mean",
@@ -50,7 +51,7 @@ class ObjectiveResult(NamedTuple):
     """`metrics` are a count, sums (`METRICS`), and extremes (`MINIMA`, `MAXIMA`)."""
 
     loss: Tensor  # 0-d
-    metrics: Tensor  # [16]
+    metrics: Tensor  # [17]
     dlogp: Tensor  # [N], d loss / d logp; empty without a gradient
     dentropy: Tensor  # [N]; empty without an entropy bonus too
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from golden_systems import gmpo, lambda_grpo, nft, prime, rlvp, skill0, surrogates
+from golden_systems import clipo, gmpo, lambda_grpo, nft, prime, retool, rlvp, skill0, surrogates, verifree
 from golden_systems.common import Case
 
 SYSTEMS: dict[str, Callable[[Case], None]] = {
@@ -15,4 +15,7 @@ SYSTEMS: dict[str, Callable[[Case], None]] = {
     **prime.SYSTEMS,
     **rlvp.SYSTEMS,
     **skill0.SYSTEMS,
+    **verifree.SYSTEMS,
+    **clipo.SYSTEMS,
+    **retool.SYSTEMS,
 }

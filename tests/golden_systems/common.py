@@ -37,8 +37,8 @@ def as_tensor(value: Any) -> Any:
         return value
 
 
-def assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
-    torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=TOLERANCE, msg=lambda m: f"{name}: {m}")
+def assert_close(actual: Tensor, expected: Tensor, name: str, tolerance: float = TOLERANCE) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=tolerance, msg=lambda m: f"{name}: {m}")
 
 
 def logits_of(logp: Tensor) -> Tensor:
