@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from golden_systems import gmpo, lambda_grpo, nft, surrogates
+from golden_systems import cort, gmpo, lambda_grpo, nft, surrogates
 from golden_systems.common import Case
 
 SYSTEMS: dict[str, Callable[[Case], None]] = {
@@ -12,4 +12,5 @@ SYSTEMS: dict[str, Callable[[Case], None]] = {
     **gmpo.SYSTEMS,
     **nft.SYSTEMS,
     **lambda_grpo.SYSTEMS,
+    **cort.SYSTEMS,
 }
