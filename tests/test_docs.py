@@ -35,7 +35,7 @@ def test_every_public_function_has_an_example() -> None:
             assert ">>>" in public.__doc__, name
 
 
-@pytest.mark.parametrize("name", ["README.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/methods.md"])
 def test_code_blocks_run(name: str) -> None:
     """A document's blocks are one program, in order."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
