@@ -1,4 +1,4 @@
-"""Credit assignment: prefix sets and group advantages."""
+"""Credit assignment: prefix sets, group advantages, counterfactual contrasts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from common import Shape, compare
+from common import Shape, compare, describe
 from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
-from rlkernels.credit import group_advantages, prefix_set_counts
+from rlkernels.cli.loss_twins import Rows
+from rlkernels.credit import counterfactual_contrast, group_advantages, prefix_set_counts
 
 
 def different_ids(shape: Shape) -> Tensor:
@@ -55,4 +56,31 @@ def test_group_advantages(shape: Shape, benchmark: BenchmarkFixture) -> None:
         baseline="plain PyTorch",
         tokens=rewards.numel(),
         rounds=shape.short_rounds,
+    )
+
+
+def test_counterfactual_contrast(rows: Rows, shape: Shape, benchmark: BenchmarkFixture) -> None:
+    logits_with = rows.logits.detach()
+    logits_without, destinations = logits_with * 0.9, (torch.empty_like(logits_with), torch.empty_like(logits_with))
+    every_row = torch.arange(rows.targets.numel()).view_as(rows.targets)
+
+    def contrast() -> Tensor:
+        return counterfactual_contrast(logits_with, logits_without, rows.targets, rows_with=every_row)
+
+    def copy() -> None:
+        for destination, logits in zip(destinations, (logits_with, logits_without), strict=True):
+            destination.copy_(logits)
+
+    def naive() -> Tensor:
+        logp_with, logp_without = (torch.log_softmax(logits.float(), -1) for logits in (logits_with, logits_without))
+        return (logp_with - logp_without).gather(-1, rows.targets[..., None])[..., 0]
+
+    compare(
+        benchmark,
+        f"counterfactual_contrast, two {describe(logits_with)}",
+        {"rlkernels": contrast, "copy of both": copy, "naive PyTorch": naive},
+        subject="rlkernels",
+        baseline="copy of both",
+        tokens=rows.targets.numel(),
+        rounds=shape.rounds,
     )

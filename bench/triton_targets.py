@@ -32,6 +32,9 @@ TRITON_TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "b
 VOCAB = 151936  # Qwen's
 
 
+_NUMBERS = ("temperature_stride", "ignore_index", "inner", "vocab", "vocab_start", "width", "stored_rows")
+
+
 class Compilation(NamedTuple):
     name: str
     kernel: Any
@@ -48,9 +51,9 @@ def sweep_compilation(
     number = "*" + TRITON_TYPES[compute_dtype(dtype)]
     types = dict.fromkeys(kernel.arg_names, number)
     types |= dict.fromkeys(("logits", "dlogits"), "*" + TRITON_TYPES[dtype])
-    types |= dict.fromkeys(("temperature_stride", "ignore_index", "inner", "vocab", "vocab_start", "width"), "i32")
+    types |= dict.fromkeys(_NUMBERS, "i32")
     types |= dict.fromkeys(("stride_outer", "stride_inner", "stride_vocab"), "i64")
-    types |= {"targets": "*i64", "is_top1": "*i1"}
+    types |= {"targets": "*i64", "index": "*i64", "is_top1": "*i1"}
     constants: dict[str, Any] = {"BLOCK": launch.block, **dict.fromkeys(unused)}
     pointers = tuple(name for name, kind in types.items() if kind.startswith("*"))
     aligned: tuple[str, ...] = pointers
@@ -105,20 +108,24 @@ def objective_compilations(kind: int) -> Iterator[Compilation]:
 
 
 def compilations() -> Iterator[Compilation]:
+    forward, backward = token_stats.token_stats_forward_kernel, token_stats.token_stats_backward_kernel
     passes = (
-        (token_stats.token_stats_forward_kernel, "states", Wanted._fields),
-        (token_stats.token_stats_backward_kernel, "dtarget", ("entropy", "dentropy", "dlse")),
+        (forward, "states", ("index",), Wanted._fields),
+        (backward, "dtarget", (), ("entropy", "dentropy", "dlse")),
     )
-    for kernel, of_tiles, optional in passes:
+    for kernel, of_tiles, of_rows, optional in passes:
         for dtype in TRITON_TYPES:
-            yield sweep_compilation(kernel, dtype, "softcap", (of_tiles,))
-            yield sweep_compilation(kernel, dtype, "plain", (of_tiles, "softcap"))
-            yield sweep_compilation(kernel, dtype, "softcap, tile", ())
-            yield sweep_compilation(kernel, dtype, "plain, tile", ("softcap",))
-        yield sweep_compilation(kernel, torch.bfloat16, "logp alone", (of_tiles, "softcap", *optional))
-        yield sweep_compilation(kernel, torch.bfloat16, "odd vocabulary", (of_tiles, "softcap"), layout="odd")
-        yield sweep_compilation(kernel, torch.bfloat16, "strided", (of_tiles,), layout="strided")
-        yield sweep_compilation(kernel, torch.bfloat16, "strided, tile", (), layout="strided")
+            yield sweep_compilation(kernel, dtype, "softcap", (of_tiles, *of_rows))
+            yield sweep_compilation(kernel, dtype, "plain", (of_tiles, *of_rows, "softcap"))
+            yield sweep_compilation(kernel, dtype, "softcap, tile", of_rows)
+            yield sweep_compilation(kernel, dtype, "plain, tile", (*of_rows, "softcap"))
+        logp_alone = (of_tiles, *of_rows, "softcap", *optional)
+        yield sweep_compilation(kernel, torch.bfloat16, "logp alone", logp_alone)
+        yield sweep_compilation(kernel, torch.bfloat16, "odd vocabulary", (of_tiles, *of_rows, "softcap"), layout="odd")
+        yield sweep_compilation(kernel, torch.bfloat16, "strided", (of_tiles, *of_rows), layout="strided")
+        yield sweep_compilation(kernel, torch.bfloat16, "strided, tile", of_rows, layout="strided")
+    for dtype in TRITON_TYPES:
+        yield sweep_compilation(forward, dtype, "indexed", ("states", "softcap", *Wanted._fields))
 
     for kind in range(len(OBJECTIVE_KINDS)):
         yield from objective_compilations(kind)

@@ -54,6 +54,8 @@ inline LogitsView logits_view(const py::kwargs& kwargs) {
   RLK_READ(stride_outer);
   RLK_READ(stride_inner);
   RLK_READ(stride_vocab);
+  RLK_READ(index);
+  RLK_READ(count);
   return out;
 }
 

@@ -9,15 +9,22 @@
 
 namespace rlk {
 
-// Logits [outer, inner, vocab] with any strides; rows are numbered outer * inner_size + inner.
+// Logits [outer, inner, vocab] with any strides, stored as rows numbered outer * inner_size + inner. The rows of a
+// sweep are these in their order, or those that an index names.
 struct LogitsView {
   const void* data;
   DType dtype;
   int64_t outer, inner, vocab;
   int64_t stride_outer, stride_inner, stride_vocab;
+  const int64_t* index;  // [count] stored rows, any of them any number of times; or null
+  int64_t count;
 
-  HOST_DEVICE int64_t rows() const { return outer * inner; }
+  HOST_DEVICE int64_t rows() const { return count; }
+  HOST_DEVICE bool has_row(int64_t row) const {
+    return index == nullptr || (index[row] >= 0 && index[row] < outer * inner);
+  }
   HOST_DEVICE int64_t row_offset(int64_t row) const {
+    if (index) row = has_row(row) ? index[row] : 0;  // what is not there is never an address
     return (row / inner) * stride_outer + (row % inner) * stride_inner;
   }
 };

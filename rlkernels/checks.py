@@ -183,3 +183,29 @@ def check_indices(name: str, index: Tensor, count: int, device: torch.device) ->
         is_rising = bool((index[1:] > index[:-1]).all())
         if not is_rising or index[0] < 0 or index[-1] >= count:
             raise ValueError(f"{name}: expected rising indices in [0, {count}), got {index.tolist()}")
+
+
+def check_row_numbers(name: str, rows: Tensor, targets: Tensor, used: Tensor, count: int) -> None:
+    """Like `targets`, numbers of `count` stored rows; where not `used`, anything."""
+    require_tensor(name, rows)
+    require_dtype(name, rows, INTEGER_DTYPES)
+    require_shape(name, rows, tuple(targets.shape))
+    require_same_device("targets", targets, **{name: rows})
+    if count == 0 and rows.numel():
+        raise ValueError(f"{name}: expected no rows, since there are none to take, got {describe(rows)}")
+    if values_are_checked(rows.device):
+        bad = rows[used & ((rows < 0) | (rows >= count))]
+        if bad.numel():
+            raise ValueError(f"{name}: expected rows in [0, {count}) where targets are not ignored, got {bad.tolist()}")
+
+
+def require_tokens(name: str, value: Tensor, mask: Tensor | None) -> None:
+    """Floats `[B, T]`, and a mask of that shape, unless it is None."""
+    require_tensor(name, value)
+    require_dtype(name, value, FLOAT_DTYPES)
+    if value.ndim != 2:
+        raise ValueError(f"{name}: expected shape [B, T], got {describe(value)}")
+    if mask is not None:
+        require_tensor("mask", mask)
+        require_shape("mask", mask, tuple(value.shape))
+        require_same_device(name, value, mask=mask)

@@ -47,6 +47,14 @@ def row_stats(rows: Rows) -> RowStats:
     )
 
 
+def indexed_logp(rows: Rows, index: Tensor | None) -> Tensor:
+    """`row_stats(...).logp` of the rows that an index names; see `credit.counterfactual_contrast`."""
+    if index is not None:
+        index = torch.where(rows.targets != rows.ignore_index, index, 0)
+        rows = rows._replace(logits=rows.logits.flatten(0, 1)[index][None])
+    return row_stats(rows).logp
+
+
 def linear_row_stats(rows: LinearRows) -> RowStats:
     """`row_stats` of the logits, made whole."""
     used = (rows.targets != rows.ignore_index)[:, None]

@@ -207,18 +207,23 @@ def make_rows(
     logit_scale: Number,
     ignore_index: int,
 ) -> Rows:
-    """Checked arguments of a sweep, with logits as `[outer, inner, V]` without copying them."""
-    checks.require_tensor("logits", logits)
-    checks.require_strided("logits", logits)
-    checks.require_dtype("logits", logits, checks.FLOAT_DTYPES)
+    """Checked arguments of a sweep over all rows."""
+    stored = stored_rows("logits", logits)
+    check_targets("logits", logits, targets, ignore_index)
+    checks.require_shape("targets", targets, tuple(logits.shape[:-1]))
+    return Rows(stored, flat(targets), *scaling(logits, targets, temperature, softcap, logit_scale), ignore_index)
+
+
+def stored_rows(name: str, logits: Tensor) -> Tensor:
+    """Checked logits as `[outer, inner, V]`, without copying them."""
+    checks.require_tensor(name, logits)
+    checks.require_strided(name, logits)
+    checks.require_dtype(name, logits, checks.FLOAT_DTYPES)
     if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(f"logits: expected shape [..., V] with V >= 1, got {checks.describe(logits)}")
-    _check_targets("logits", logits, targets, ignore_index)
+        raise ValueError(f"{name}: expected shape [..., V] with V >= 1, got {checks.describe(logits)}")
     if logits.ndim < 3:
-        rows = logits.view(1, -1, logits.shape[-1]) if logits.ndim == 1 else logits.unsqueeze(0)
-    else:
-        rows = logits.flatten(0, -3) if logits.ndim > 3 else logits
-    return Rows(rows, _flat(targets), *_scaling(logits, targets, temperature, softcap, logit_scale), ignore_index)
+        return logits.view(1, -1, logits.shape[-1]) if logits.ndim == 1 else logits.unsqueeze(0)
+    return logits.flatten(0, -3) if logits.ndim > 3 else logits
 
 
 def make_linear_rows(
@@ -248,33 +253,33 @@ def make_linear_rows(
     if bias is not None:
         checks.require_shape("bias", bias, (weight.shape[0],))
         checks.require_dtype("bias", bias, (weight.dtype,))
-    _check_targets("hidden", hidden, targets, ignore_index)
+    check_targets("hidden", hidden, targets, ignore_index)
+    checks.require_shape("targets", targets, tuple(hidden.shape[:-1]))
     device = hidden.device.type
     is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     if is_autocast and torch.float64 not in (hidden.dtype, weight.dtype):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     elif weight.dtype != hidden.dtype:
         raise TypeError(f"weight: expected {hidden.dtype} like hidden outside autocast, got {checks.describe(weight)}")
-    scaling = _scaling(hidden, targets, temperature, softcap, logit_scale)
-    return LinearRows(hidden.reshape(-1, hidden.shape[-1]), weight, bias, _flat(targets), *scaling, ignore_index)
+    numbers = scaling(hidden, targets, temperature, softcap, logit_scale)
+    return LinearRows(hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat(targets), *numbers, ignore_index)
 
 
-def _check_targets(name: str, rows: Tensor, targets: Tensor, ignore_index: int) -> None:
+def check_targets(name: str, rows: Tensor, targets: Tensor, ignore_index: int) -> None:
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int | torch.SymInt):
         raise TypeError(f"ignore_index: expected an integer, got {checks.describe(ignore_index)}")
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index: expected a 64-bit integer, got {ignore_index}")
     checks.require_tensor("targets", targets)
     checks.require_dtype("targets", targets, checks.INTEGER_DTYPES)
-    checks.require_shape("targets", targets, tuple(rows.shape[:-1]))
     checks.require_same_device(name, rows, targets=targets)
 
 
-def _flat(targets: Tensor) -> Tensor:
+def flat(targets: Tensor) -> Tensor:
     return targets.reshape(-1).to(torch.int64).contiguous()
 
 
-def _scaling(
+def scaling(
     rows: Tensor, targets: Tensor, temperature: Number, softcap: Number | None, logit_scale: Number
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     dtype = compute_dtype(rows.dtype)

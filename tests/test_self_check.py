@@ -10,7 +10,7 @@ import torch
 
 import rlkernels
 from rlkernels.backends import cuda, self_check
-from rlkernels.credit import prefix_set_counts
+from rlkernels.credit import counterfactual_contrast, prefix_set_counts
 from rlkernels.ops.rows import compute_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -34,6 +34,7 @@ USES: dict[str, Callable[[], Any]] = {
     "linear_token_stats": lambda: rlkernels.linear_token_stats(
         torch.zeros(2, 3), torch.zeros(5, 3), torch.tensor([0, 1])
     ),
+    "indexed_logp": lambda: counterfactual_contrast(torch.zeros(2, 5), torch.ones(2, 5), torch.tensor([0, 1])),
     "policy_objective": lambda: rlkernels.logp_policy_loss(
         torch.zeros(1, 3), rlkernels.PolicyBatch(None, torch.ones(1)), "grpo"
     ),
@@ -85,6 +86,15 @@ def test_a_kernel_that_writes_nan_is_wrong(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cuda, "token_stats_backward", lambda rows, saved, upstream, dlogits: dlogits.fill_(torch.nan))
     with pytest.raises(RuntimeError, match="wrong gradient"):
         USES["token_stats"]()
+
+
+def test_a_kernel_that_takes_other_rows_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = cuda.token_stats_forward
+    monkeypatch.setattr(
+        cuda, "token_stats_forward", lambda rows, stats, index: launch(rows, stats, index=index.flip(0))
+    )
+    with pytest.raises(RuntimeError, match="indexed_logp gives a wrong logp"):
+        USES["indexed_logp"]()
 
 
 @pytest.mark.parametrize("operation", USES)

@@ -40,6 +40,17 @@ def row_offset(row, inner, stride_outer, stride_inner):
 
 
 @triton.jit
+def find_row(index, row, stored_rows):
+    """Which of the stored rows is meant, and whether it is there; one that is not is never an address."""
+    if index is None:
+        return row, True
+    else:
+        stored_row = tl.load(index + row)
+        is_stored = (stored_row >= 0) & (stored_row < stored_rows)
+        return tl.where(is_stored, stored_row, 0), is_stored
+
+
+@triton.jit
 def store_unless_none(pointer, row, value):
     if pointer is not None:
         tl.store(pointer + row, value)
@@ -124,7 +135,7 @@ def push_row(
     return m, s, t, q, sum_u, target_u, max_before_target
 
 
-@triton.jit(do_not_specialize=_ANY_VALUE)
+@triton.jit(do_not_specialize=[*_ANY_VALUE, "stored_rows"])
 def token_stats_forward_kernel(
     logits,
     targets,
@@ -140,12 +151,14 @@ def token_stats_forward_kernel(
     row_max,
     log_sum_exp,
     states,
+    index,
     temperature_stride,
     ignore_index,
     inner,
     vocab,
     vocab_start,
     width,
+    stored_rows,
     stride_outer,
     stride_inner,
     stride_vocab,
@@ -166,11 +179,10 @@ def token_stats_forward_kernel(
             store_unless_none(mean_logits, row, 0.0)
             store_unless_none(is_top1, row, False)
     else:
-        label_is_valid = (target >= 0) & (target < vocab)
-        k, _slope, inner_scale = row_transform(
-            temperature + row * temperature_stride, softcap, logit_scale, label_is_valid
-        )
-        row_logits = logits + row_offset(row, inner, stride_outer, stride_inner)
+        stored_row, is_stored = find_row(index, row, stored_rows)
+        is_valid = (target >= 0) & (target < vocab) & is_stored
+        k, _slope, inner_scale = row_transform(temperature + row * temperature_stride, softcap, logit_scale, is_valid)
+        row_logits = logits + row_offset(stored_row, inner, stride_outer, stride_inner)
         state = load_state(states, row, vocab_start > 0, dtype)
         m, s, t, q, sum_u, target_u, max_before_target = push_row(
             row_logits,
@@ -363,7 +375,14 @@ def _none_for_empty(columns: RowStats | SavedStats | Upstream) -> dict[str, Tens
     }
 
 
-def token_stats_forward(rows: Rows, stats: RowStats, tile: Tile | None = None, states: Tensor | None = None) -> None:
+def token_stats_forward(
+    rows: Rows,
+    stats: RowStats,
+    tile: Tile | None = None,
+    states: Tensor | None = None,
+    index: Tensor | None = None,
+) -> None:
+    """`index [N]` names the stored row of each target; without it they are all rows in their order."""
     arguments = row_arguments(rows, tile)
     checks.check_row_values(
         rows.targets,
@@ -381,7 +400,13 @@ def token_stats_forward(rows: Rows, stats: RowStats, tile: Tile | None = None, s
         # This one is only multiplied by 0 here: it makes that the same for every tile and for whole rows.
         arguments["stride_outer"] = tile.vocab
     with configs.device_of(rows.logits):
-        token_stats_forward_kernel[(count,)](**arguments, **_none_for_empty(stats), states=states)
+        token_stats_forward_kernel[(count,)](
+            **arguments,
+            **_none_for_empty(stats),
+            states=states,
+            index=index,
+            stored_rows=rows.logits.shape[0] * rows.logits.shape[1],
+        )
 
 
 def token_stats_backward(

@@ -74,6 +74,10 @@ void check_rows(const Params& params) {
       fail("targets: expected labels in [0, ", params.vocab, ") or ignore_index ", params.ignore_index, ", got ",
            target, " at row ", row);
     }
+    if (target != params.ignore_index && !params.logits.has_row(row)) {
+      fail("index: expected rows in [0, ", params.logits.outer * params.logits.inner, "), got ",
+           params.logits.index[row], " at row ", row);
+    }
   }
   if (rows == 0) return;
   if (params.logits.dtype == DType::kFloat64) {

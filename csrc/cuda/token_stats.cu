@@ -22,7 +22,7 @@ RLK_DEVICE bool has_last_column(const TokenStatsForwardParams& p) { return p.voc
 template <class T, class Params>
 RLK_DEVICE RowTransform<T> transform_of(const Params& p, int64_t row) {
   const int64_t target = p.targets[row];
-  return transform_of_row<T>(p.scaling, row, target >= 0 && target < p.vocab);
+  return transform_of_row<T>(p.scaling, row, target >= 0 && target < p.vocab && p.logits.has_row(row));
 }
 
 // The state of the columns left of this tile.

@@ -131,6 +131,7 @@ def choose(device: torch.device) -> str:
 _MODULES = {
     "cpu": {
         "token_stats": "rlkernels.backends.native",
+        "indexed_logp": "rlkernels.backends.native",
         "linear_token_stats": "rlkernels.backends.native",
         "policy_objective": "rlkernels.backends.native",
         "policy_sweep": "rlkernels.backends.native",
@@ -138,6 +139,7 @@ _MODULES = {
     },
     "cuda": {
         "token_stats": "rlkernels.backends.cuda",
+        "indexed_logp": "rlkernels.backends.cuda",
         "linear_token_stats": "rlkernels.backends.cuda",
         "policy_objective": "rlkernels.backends.cuda",
         "policy_sweep": "rlkernels.backends.cuda",
@@ -145,6 +147,7 @@ _MODULES = {
     },
     "triton": {
         "token_stats": "rlkernels.triton_kernels.token_stats",
+        "indexed_logp": "rlkernels.triton_kernels.token_stats",
         "linear_token_stats": "rlkernels.triton_kernels.token_stats",
         "policy_objective": "rlkernels.triton_kernels.policy_objective",
         "policy_sweep": "rlkernels.triton_kernels.policy_sweep",

@@ -50,10 +50,17 @@ def empty_states(count: int, logits: Tensor) -> Tensor:
     return logits.new_empty(count, kernels.row_state_bytes // 8, dtype=torch.float64)
 
 
-def token_stats_forward(rows: Rows, stats: RowStats, tile: Tile | None = None, states: Tensor | None = None) -> None:
+def token_stats_forward(
+    rows: Rows,
+    stats: RowStats,
+    tile: Tile | None = None,
+    states: Tensor | None = None,
+    index: Tensor | None = None,
+) -> None:
+    """`index [N]` names the stored row of each target; without it they are all rows in their order."""
     device = rows.logits.device
     _check(rows, rows.logits.shape[-1] if tile is None else tile.vocab)
-    params = Params(kernels).forward(rows, stats, tile, states)
+    params = Params(kernels).forward(rows, stats, tile, states, index)
     size = kernels.token_stats_workspace_bytes(params, limits(device).multiprocessors)
     workspace = _workspace(size, device)
     kernels.token_stats_forward(params, **target(device), workspace=address(workspace))

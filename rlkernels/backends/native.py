@@ -37,8 +37,15 @@ def empty_states(count: int, logits: Tensor) -> Tensor:
     return logits.new_empty(count, _native.row_state_bytes // 8, dtype=torch.float64)
 
 
-def token_stats_forward(rows: Rows, stats: RowStats, tile: Tile | None = None, states: Tensor | None = None) -> None:
-    _native.token_stats_forward(_params().forward(rows, stats, tile, states))
+def token_stats_forward(
+    rows: Rows,
+    stats: RowStats,
+    tile: Tile | None = None,
+    states: Tensor | None = None,
+    index: Tensor | None = None,
+) -> None:
+    """`index [N]` names the stored row of each target; without it they are all rows in their order."""
+    _native.token_stats_forward(_params().forward(rows, stats, tile, states, index))
 
 
 def token_stats_backward(

@@ -30,7 +30,7 @@ class Params:
     def __init__(self, native: Any, threads: int = 0) -> None:
         self._native, self._threads = native, threads
 
-    def _rows(self, rows: Rows, tile: Tile | None) -> dict[str, Any]:
+    def _rows(self, rows: Rows, tile: Tile | None, index: Tensor | None = None) -> dict[str, Any]:
         outer, inner, vocab = rows.logits.shape
         stride_outer, stride_inner, stride_vocab = rows.logits.stride()
         return {
@@ -43,6 +43,8 @@ class Params:
                 stride_outer=stride_outer,
                 stride_inner=stride_inner,
                 stride_vocab=stride_vocab,
+                index=address(index),
+                count=rows.targets.shape[0],
             ),
             "scaling": self._native.RowScaling(
                 temperature=address(rows.temperature),
@@ -57,9 +59,11 @@ class Params:
             "threads": self._threads,
         }
 
-    def forward(self, rows: Rows, stats: RowStats, tile: Tile | None, states: Tensor | None) -> Any:
+    def forward(
+        self, rows: Rows, stats: RowStats, tile: Tile | None, states: Tensor | None, index: Tensor | None = None
+    ) -> Any:
         out = self._native.RowStatsOut(**_addresses(stats._asdict()))
-        return self._native.TokenStatsForwardParams(**self._rows(rows, tile), out=out, states=address(states))
+        return self._native.TokenStatsForwardParams(**self._rows(rows, tile, index), out=out, states=address(states))
 
     def backward(
         self,

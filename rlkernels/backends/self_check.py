@@ -106,6 +106,19 @@ def _token_stats(module: ModuleType, device: torch.device, dtype: torch.dtype) -
             raise _WrongError("is_top1")
 
 
+def _indexed_logp(module: ModuleType, device: torch.device, dtype: torch.dtype) -> None:
+    for count in _row_counts(device):
+        index = torch.arange(count).flip(0).repeat(2)
+        rows = _rows(count, device, dtype)
+        rows = rows._replace(targets=rows.targets[index.to(device)])
+        stats = empty_row_stats(rows, Wanted(*[False] * len(Wanted._fields)))
+        module.token_stats_forward(rows, stats, index=index.to(device))
+
+        exact = _rows(count, torch.device("cpu"), torch.float64)
+        exact = exact._replace(logits=rows.logits.cpu().double(), targets=rows.targets.cpu())
+        _require("logp", stats.logp, reference.indexed_logp(exact, index))
+
+
 def _rows(count: int, device: torch.device, dtype: torch.dtype) -> Rows:
     """The same numbers on every device, but for the dtype's rounding; the last of several rows is ignored."""
     generator = torch.Generator().manual_seed(0)
@@ -193,6 +206,7 @@ def _surrogate(logp: Tensor, batch: ObjectiveBatch) -> Tensor:
 _CHECKS: dict[str, _Check] = {
     "token_stats": _token_stats,
     "linear_token_stats": _token_stats,
+    "indexed_logp": _indexed_logp,
     "policy_objective": _policy_objective,
     "policy_sweep": _policy_sweep,
     "prefix_counts": _prefix_counts,

@@ -7,6 +7,8 @@ from rlkernels.credit.advantages import (
     mixed_groups,
     overlong_penalty,
 )
+from rlkernels.credit.constraints import all_or_nothing, constraint_satisfaction_rate
+from rlkernels.credit.contrast import contrast_by_span, counterfactual_contrast, linear_counterfactual_contrast
 from rlkernels.credit.contrastive import (
     ContrastiveHead,
     ContrastiveLoss,
@@ -25,6 +27,7 @@ from rlkernels.credit.prefix_tree import (
     process_set_rewards,
 )
 from rlkernels.credit.prime import accuracy_filter, implicit_prm_loss, implicit_process_rewards, prime_advantages
+from rlkernels.credit.replay import replay_weights, smoothstep_ramp
 from rlkernels.credit.rlpr import StdFilter, debias_reward
 from rlkernels.credit.rollout import rollout_weights
 from rlkernels.credit.skills import budget_at_step, compression_reward, select_skills, skill_budget
@@ -48,10 +51,14 @@ __all__ = [
     "StdFilter",
     "VarianceDecomposition",
     "accuracy_filter",
+    "all_or_nothing",
     "budget_at_step",
     "compression_reward",
+    "constraint_satisfaction_rate",
+    "contrast_by_span",
     "contrastive_loss",
     "contrastive_reward",
+    "counterfactual_contrast",
     "debias_reward",
     "generalized_advantages",
     "group_advantages",
@@ -60,6 +67,7 @@ __all__ = [
     "implicit_prm_loss",
     "implicit_process_rewards",
     "leave_one_out_advantages",
+    "linear_counterfactual_contrast",
     "mixed_groups",
     "outcome_reward",
     "overlong_penalty",
@@ -71,9 +79,11 @@ __all__ = [
     "prime_advantages",
     "process_set_rewards",
     "reference_probability_reward",
+    "replay_weights",
     "rollout_weights",
     "select_skills",
     "skill_budget",
+    "smoothstep_ramp",
     "success_rates",
     "tool_output_mask",
     "two_channel_advantages",

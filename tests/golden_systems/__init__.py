@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from golden_systems import clipo, gmpo, lambda_grpo, nft, prime, retool, rlvp, skill0, surrogates, verifree
+from golden_systems import clipo, cort, gmpo, lambda_grpo, nft, prime, retool, rlvp, skill0, surrogates, verifree
 from golden_systems.common import Case
 
 SYSTEMS: dict[str, Callable[[Case], None]] = {
@@ -18,4 +18,5 @@ SYSTEMS: dict[str, Callable[[Case], None]] = {
     **verifree.SYSTEMS,
     **clipo.SYSTEMS,
     **retool.SYSTEMS,
+    **cort.SYSTEMS,
 }
