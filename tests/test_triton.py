@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from test_gpu_static import BENCH, environment_of_compiler
 from tolerance import CONSTANT, assert_as_exact_as_torch
 
 import rlkernels
@@ -585,8 +585,8 @@ def test_prefixes_that_end_around_a_block() -> None:
 def test_every_kernel_compiles_for_amd_without_spilling(tmp_path: Path) -> None:
     """For NVIDIA: tests/test_gpu_static.py."""
     result = subprocess.run(
-        [sys.executable, str(Path(__file__).parents[1] / "bench" / "triton_targets.py"), "gfx942"],
-        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},  # compiled now, whatever was before
+        [sys.executable, str(BENCH / "triton_targets.py"), "gfx942"],
+        env=environment_of_compiler() | {"TRITON_CACHE_DIR": str(tmp_path)},  # compiled now, whatever was before
         capture_output=True,
         text=True,
         check=False,
