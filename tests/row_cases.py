@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
 
+import host_device
 import pytest
 import torch
 from tolerance import CONSTANT, assert_as_exact_as_torch
@@ -248,8 +249,8 @@ def saved_of(outputs: RowStats) -> SavedStats:
     return SavedStats(outputs.row_max, outputs.log_sum_exp, outputs.entropy)
 
 
-# on CPU tensors, where host_device.use() has made them run there
-CUDA = RowKernels("cuda", "cpu", cuda, cuda, cuda, 256, Tensor.to)
+# CPU tensors: where host_device.use() has made them run there
+CUDA = RowKernels("cuda", host_device.device(), cuda, cuda, cuda, 256, Tensor.to)
 
 
 def stored_by_interpreter(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -264,8 +265,10 @@ def triton_kernels() -> RowKernels:
     pytest.importorskip("triton")
     from rlkernels.triton_kernels import configs, policy_sweep, prefix_counts, token_stats
 
-    device, stored = ("cpu", stored_by_interpreter) if backends.triton_is_interpreted else ("cuda", Tensor.to)
-    return RowKernels("triton", device, token_stats, policy_sweep, prefix_counts, configs.PREFIX_TOKENS.block, stored)
+    stored = stored_by_interpreter if backends.triton_is_interpreted else Tensor.to
+    return RowKernels(
+        "triton", host_device.device(), token_stats, policy_sweep, prefix_counts, configs.PREFIX_TOKENS.block, stored
+    )
 
 
 def reference_passes(rows: Rows, upstream: Upstream) -> tuple[RowStats, Tensor]:

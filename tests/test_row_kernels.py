@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import host_device
 import pytest
@@ -44,8 +45,13 @@ from rlkernels.ops.rows import RowStats, Upstream, Wanted, compute_dtype
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 
-@pytest.fixture(params=["triton", "cuda", "cuda, split rows"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RowKernels:
+@pytest.fixture(params=["triton", "cuda", "cuda, split rows", *host_device.ON_A_GPU])
+def kernels(
+    request: pytest.FixtureRequest, select_backend: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> RowKernels:
+    if request.node.get_closest_marker("gpu"):
+        select_backend(request.param)
+        return triton_kernels() if request.param == "triton" else CUDA
     if request.param == "triton":
         return triton_kernels()
     multiprocessors = FEW if request.param == "cuda, split rows" else MANY

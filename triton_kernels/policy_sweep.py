@@ -214,7 +214,13 @@ def policy_sweep(
     block, num_warps = configs.OBJECTIVE_TOKENS
     with configs.device_of(rows.logits):
         count_kernel[(batch.sequences,)](
-            batch.mask.view(torch.uint8), batch.cu_seqlens, counts, shared["width"], BLOCK=block, num_warps=num_warps
+            batch.mask.view(torch.uint8),
+            batch.cu_seqlens,
+            counts,
+            shared["width"],
+            batch.mask.shape[0],
+            BLOCK=block,
+            num_warps=num_warps,
         )
         policy_sweep_kernel[(count,)](
             **arguments,
