@@ -32,6 +32,8 @@ from rlkernels.cli.loss_twins import why_failing
 
 ROOT = Path(__file__).parents[1]
 SLOWER = 1.10
+CHECK_SECONDS = 240
+SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck")
 PEERS = {"TRL": "trl", "Liger": "liger-kernel", "cut-cross-entropy": "cut-cross-entropy"}
 
 
@@ -144,7 +146,11 @@ def peers() -> dict[str, str]:
 
 def passes(title: str, command: list[str]) -> bool:
     """Runs a check in a process of its own; its output is shown where it fails."""
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=CHECK_SECONDS)
+    except subprocess.TimeoutExpired:
+        print(f"{title}: FAILED, not done in {CHECK_SECONDS} s", flush=True)
+        return False
     print(f"{title}: {'passed' if result.returncode == 0 else 'FAILED'}", flush=True)
     if result.returncode != 0:
         print(result.stdout[-8000:] + result.stderr[-8000:])
@@ -181,8 +187,10 @@ def checks_pass(names: list[str]) -> bool:
     elif shutil.which("compute-sanitizer") is None:
         print("compute-sanitizer: not installed")
     else:
-        command = ["compute-sanitizer", "--error-exitcode", "1", sys.executable, "-c", _SMALL_CASE]
-        results.append(passes("compute-sanitizer", command))
+        for tool in SANITIZER_TOOLS:
+            # PyTorch asks the driver for things that it may refuse
+            sanitizer = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "1"]
+            results.append(passes(f"compute-sanitizer, {tool}", [*sanitizer, sys.executable, "-c", _SMALL_CASE]))
     for name in names:
         failure = why_failing(lambda: gpu_cases.replay_captured(name))  # noqa: B023
         print(f"CUDA graph, {name}: {failure or 'captured, and replayed with the same result'}")

@@ -6,13 +6,10 @@ Run as a script with a target's name, this file compiles all of them and prints 
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-
-os.environ.pop("TRITON_INTERPRET", None)  # the interpreter's kernels do not compile
 
 import torch
 import triton
@@ -21,6 +18,9 @@ from triton.compiler import ASTSource
 
 from rlkernels.ops.rows import Wanted, compute_dtype
 from rlkernels.triton_kernels import configs, policy_objective, policy_sweep, prefix_counts, token_stats
+
+if not isinstance(token_stats.token_stats_forward_kernel, triton.JITFunction):
+    raise RuntimeError("Triton's interpreter is on, and its kernels do not compile: unset TRITON_INTERPRET")
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

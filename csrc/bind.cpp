@@ -46,6 +46,7 @@ PYBIND11_MODULE(_native, m) {
   }
   rlk::cuda::bind_kernels(cuda);
   cuda.def("driver_version", &rlk::cuda::driver_version);
+  cuda.def("runtime_version", &rlk::cuda::runtime_version);
   cuda.def(
       "device_limits",
       [](int device) {

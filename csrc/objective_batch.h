@@ -33,8 +33,11 @@ HOST_DEVICE void with_kind(const ObjectiveOptions& options, Function function) {
   }
 }
 
+// A border that nobody could look at is not let out of the batch.
 HOST_DEVICE int64_t sequence_begin(const PolicyObjectiveParams& p, int64_t b) {
-  return p.cu_seqlens ? p.cu_seqlens[b] : b * p.width;
+  if (!p.cu_seqlens) return b * p.width;
+  const int64_t border = p.cu_seqlens[b];
+  return border < 0 ? 0 : border > p.tokens ? p.tokens : border;
 }
 HOST_DEVICE int64_t sequence_end(const PolicyObjectiveParams& p, int64_t b) { return sequence_begin(p, b + 1); }
 

@@ -201,11 +201,6 @@ def check_row_numbers(name: str, rows: Tensor, targets: Tensor, used: Tensor, co
 
 def require_tokens(name: str, value: Tensor, mask: Tensor | None) -> None:
     """Floats `[B, T]`, and a mask of that shape, unless it is None."""
-    require_tensor(name, value)
-    require_dtype(name, value, FLOAT_DTYPES)
-    if value.ndim != 2:
-        raise ValueError(f"{name}: expected shape [B, T], got {describe(value)}")
+    require_floats(name, value, "B", "T")
     if mask is not None:
-        require_tensor("mask", mask)
-        require_shape("mask", mask, tuple(value.shape))
-        require_same_device(name, value, mask=mask)
+        require_like(name, value, mask=mask)

@@ -1,51 +1,62 @@
-"""Runs before torch and triton are imported: without a GPU, Triton's kernels run in its interpreter."""
+"""Selection of backends, for tests on the CPU and, as `pytest -m gpu`, on a GPU.
+
+Triton's kernels run in its interpreter, but where only a GPU's tests are asked for. That is decided before torch,
+triton and the package are imported, so they are imported in the fixtures.
+"""
+
+from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
 
 
-def _has_gpu() -> bool:
-    try:
-        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).stdout.startswith(b"GPU")
-    except FileNotFoundError:
-        return False
-
-
-if not _has_gpu():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-import host_device  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-
-import rlkernels  # noqa: E402
-from rlkernels import backends  # noqa: E402
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr != "gpu":
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA device")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
+    import torch
+
+    if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device and pytest -m gpu")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)
-def restored_selection():
+def restored_selection() -> Iterator[None]:
     """Every test starts from the defaults, whatever the one before it selected."""
+    import rlkernels
+
     yield
-    backends.set_backend("auto")
+    rlkernels.set_backend("auto")
     rlkernels.set_checks(False)
 
 
 @pytest.fixture
 def select_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Selects a backend for CPU tensors; the CUDA kernels take them where the CPU runs those."""
+    """Selects a backend for a GPU's tensors in its tests, else for the CPU's, where CUDA's kernels run too."""
+    import host_device
+
+    import rlkernels
+    from rlkernels import backends
 
     def select(name: str) -> str:
-        if name == "cuda":
+        if request.node.get_closest_marker("gpu"):
+            reason = backends.why_unavailable(name)
+            if reason is not None:
+                pytest.skip(reason)
+        elif name == "cuda":
             host_device.use(request.getfixturevalue("host_device_kernels"), monkeypatch)
         rlkernels.set_backend(name)
         return name
@@ -62,6 +73,8 @@ def backend(request: pytest.FixtureRequest, select_backend: Callable[[str], str]
 @pytest.fixture
 def generator() -> torch.Generator:
     """Fresh random numbers every run, unless RLKERNELS_TEST_SEED is set; the seed is printed with a failure."""
+    import torch
+
     seed = int(os.environ.get("RLKERNELS_TEST_SEED", int.from_bytes(os.urandom(4), "little")))
     print(f"seed {seed}")
     return torch.Generator().manual_seed(seed)
@@ -70,6 +83,8 @@ def generator() -> torch.Generator:
 @pytest.fixture
 def thread_counts() -> Iterator[tuple[int, ...]]:
     """Numbers of threads to try; what was set before comes back."""
+    import torch
+
     before = torch.get_num_threads()
     yield 1, 2, 5
     torch.set_num_threads(before)
@@ -78,4 +93,6 @@ def thread_counts() -> Iterator[tuple[int, ...]]:
 @pytest.fixture(scope="session")
 def host_device_kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     """The CUDA kernels as the CPU runs them: a module with the functions of `rlkernels._native.cuda`."""
+    import host_device
+
     return host_device.load(host_device.build(tmp_path_factory.mktemp("host_device")), "_host_device")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pybind11
 import pytest
+import torch
 
 from rlkernels import backends
 from rlkernels.backends import cuda
@@ -50,6 +53,20 @@ def use(kernels: object, patch: pytest.MonkeyPatch, multiprocessors: int = 1, sh
     choose = backends.choose
     patch.setattr(cuda, "kernels", kernels)
     patch.setattr(cuda, "limits", lambda device: limits)
-    patch.setattr(cuda, "target", lambda device: {"device": 0, "stream": 0})
+    patch.setattr(cuda, "launching", lambda device: contextlib.nullcontext({"stream": 0}))
     patch.setattr(backends, "_CUDA_ERROR", None)
     patch.setattr(backends, "choose", lambda device: "cuda" if backends.backend() == "cuda" else choose(device))
+
+
+def device() -> str:
+    """Of the tests that run: a GPU's under `pytest -m gpu`."""
+    return "cuda" if torch.cuda.is_available() and not backends.triton_is_interpreted else "cpu"
+
+
+ON_A_GPU = [pytest.param(name, marks=pytest.mark.gpu, id=f"{name} on a GPU") for name in ("triton", "cuda")]
+
+
+@pytest.fixture(params=["cpu", "cuda", "triton", "reference", *ON_A_GPU])
+def backend_anywhere(request: pytest.FixtureRequest, select_backend: Callable[[str], str]) -> str:
+    """A module's `backend`, if its tests put their tensors on `device()`."""
+    return select_backend(request.param)

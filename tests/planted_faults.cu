@@ -49,7 +49,7 @@ RLK_KERNEL(kThreads, 1) void write_from_every_block_kernel(int* out) {
 
 int* pointer(uintptr_t address) { return reinterpret_cast<int*>(address); }
 
-constexpr rlk::LaunchTarget kHere = {0, nullptr};
+constexpr rlk::LaunchTarget kHere = {nullptr};
 
 }  // namespace
 

@@ -166,14 +166,20 @@ def test_unknown_backend() -> None:
         rlkernels.set_backend("gpu")
 
 
-NO_DRIVER = SimpleNamespace(driver_version=lambda: 0)
-NO_GPU = SimpleNamespace(driver_version=lambda: 13000)
+def kernels_of(driver: int) -> SimpleNamespace:
+    """Built with CUDA 13.0, on a machine whose driver supports another version."""
+    return SimpleNamespace(driver_version=lambda: driver, runtime_version=lambda: 13000)
 
 
 @pytest.mark.parametrize(
     "kernels, reason",
-    [(None, "built without CUDA kernels.*triton"), (NO_DRIVER, "no NVIDIA driver"), (NO_GPU, "no NVIDIA GPU")],
-    ids=["without nvcc", "without a driver", "without a GPU"],
+    [
+        (None, "built without CUDA kernels.*triton"),
+        (kernels_of(0), "no NVIDIA driver"),
+        (kernels_of(12040), r"CUDA 13\.0.*supports 12\.4"),
+        (kernels_of(13010), "no NVIDIA GPU"),
+    ],
+    ids=["without nvcc", "without a driver", "older driver", "without a GPU"],
 )
 def test_unavailable_backend_says_why(
     kernels: SimpleNamespace | None, reason: str, monkeypatch: pytest.MonkeyPatch

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import host_device
 import numpy as np
 import pytest
-import test_cuda_emulated as cases
+import row_cases as cases
 import torch
+from row_cases import CUDA
 from test_policy_objective import OBJECTIVES, both_ways, evaluate, logits_batch, random_batch
 from torch import Generator, Tensor
 
@@ -114,23 +115,19 @@ def run_row_kernels(generator: Generator, patch: pytest.MonkeyPatch, recorder: R
         host_device.use(recorder, patch, multiprocessors)
         for dtype in cases.DTYPES:
             for case in few_rows:
-                rows = cases.make_rows(case, dtype)
-                cases.forward(rows, cases.PLAIN)
-                cases.backward(rows, cases.forward(rows), cases.upstream_of(rows), skew=1)
+                rows = cases.make_rows(case, dtype, "cpu")
+                CUDA.forward(rows, cases.PLAIN)
+                CUDA.backward(rows, CUDA.forward(rows), cases.upstream_of(rows), skew=1)
                 last = torch.full((2,), case.logits.shape[:-1].numel() - 1)
                 rows = rows._replace(targets=rows.targets[:2], temperature=rows.temperature[:1])
                 outputs = cases.unwritten_stats(rows, cases.PLAIN)
                 cuda.token_stats_forward(rows, outputs, index=torch.cat([last[:1], last[1:] + 1]))
     host_device.use(recorder, patch)
-    cases.forward(cases.make_rows(cases.gaussian(cases.MANY_SEGMENTS, generator, 2), torch.bfloat16))
-    rows = cases.make_rows(cases.targets_in_every_tile(cases.gaussian(9001, generator, 7)), torch.bfloat16)
-    outputs, states = cases.unwritten_stats(rows, cases.EVERYTHING), cuda.empty_states(7, rows.logits)
+    CUDA.forward(cases.make_rows(cases.gaussian(cases.MANY_SEGMENTS, generator, 2), torch.bfloat16, "cpu"))
+    rows = cases.make_rows(cases.targets_in_every_tile(generator), torch.bfloat16, "cpu")
+    outputs = CUDA.forward_in_tiles(rows)
     dtarget = torch.empty_like(outputs.logp)
-    for tile_rows, tile in cases.tiles_of(rows, cases.SEGMENT):
-        cuda.token_stats_forward(tile_rows, outputs, tile, states)
-    for tile_rows, tile in cases.tiles_of(rows, cases.SEGMENT):
-        gradient = cases.upstream_of(rows)
-        cuda.token_stats_backward(tile_rows, cases.saved_of(outputs), gradient, tile_rows.logits, tile, dtarget)
+    CUDA.backward_in_tiles(rows, outputs, cases.upstream_of(rows), cases.SEGMENT, dtarget)
 
 
 def run_objective_kernels(generator: Generator, patch: pytest.MonkeyPatch, recorder: Recorder) -> None:
@@ -166,8 +163,8 @@ def run_prefix_counts(generator: Generator, patch: pytest.MonkeyPatch, recorder:
     ids = torch.randint(0, 2, (8, 300), generator=generator)
     ids[:, :150] = 0
     group_of = torch.tensor([2, 0, 3, 0, 2, 2, 3, 2])
-    cases.prefix_counts(ids, torch.randint(0, 301, (8,), generator=generator), group_of, 4)
-    cases.prefix_counts(ids.T[:260, :3].contiguous(), torch.full((260,), 3), torch.zeros(260, dtype=torch.int64), 1)
+    CUDA.prefix_counts(ids, torch.randint(0, 301, (8,), generator=generator), group_of, 4)
+    CUDA.prefix_counts(ids.T[:260, :3].contiguous(), torch.full((260,), 3), torch.zeros(260, dtype=torch.int64), 1)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 BENCH = Path(__file__).parents[1] / "bench"
 DOCUMENT = BENCH.parent / "docs" / "gpu_static.md"
 
-# In a process of its own: Triton's kernels do not compile where its interpreter is on.
 REPORT = """
 import sys
 import gpu_static
@@ -26,12 +25,16 @@ for target in sys.argv[2:]:
 """
 
 
+def environment_of_compiler() -> dict[str, str]:
+    """For a process of its own: Triton's kernels do not compile where its interpreter is on."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
 def run(script: str, *arguments: str, **environment: str) -> str:
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         cwd=BENCH,
-        env=inherited | environment,
+        env=environment_of_compiler() | environment,
         capture_output=True,
         text=True,
         check=False,
@@ -97,3 +100,19 @@ assert "1 resident blocks" in gpu_static.violations(kernel(width=".128", registe
 
 def test_broken_rules_are_found() -> None:
     run(PLANTED)
+
+
+INTERPRETED = """
+import os
+try:
+    import triton_targets
+except RuntimeError as error:
+    assert "unset TRITON_INTERPRET" in str(error)
+else:
+    raise AssertionError("imported")
+assert os.environ["TRITON_INTERPRET"] == "1"
+"""
+
+
+def test_nothing_is_compiled_under_the_interpreter() -> None:
+    run(INTERPRETED, TRITON_INTERPRET="1")

@@ -10,9 +10,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import host_device
 import pytest
 import torch
-from test_token_stats import DIFFERENTIABLE, IGNORE, device_of, gaussian, name_of, random_targets
+from test_token_stats import DIFFERENTIABLE, IGNORE, gaussian, name_of, random_targets
 from torch import Generator, Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -23,6 +24,7 @@ from rlkernels.ops.token_stats import token_stats as token_stats_op
 from rlkernels.ops.token_stats import token_stats_backward as token_stats_backward_op
 from rlkernels.stats import OUTPUTS, make_rows, token_stats
 
+backend = host_device.backend_anywhere
 EVERYTHING = Wanted(*[True] * len(OUTPUTS))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,7 +36,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def leaf_and_targets(
     backend: str, generator: Generator, dtype: torch.dtype = torch.float32, n: int = 6, vocab: int = 1003
 ) -> tuple[Tensor, Tensor]:
-    case = gaussian(generator, dtype, n, vocab).to(device_of(backend))
+    case = gaussian(generator, dtype, n, vocab).to(host_device.device())
     return case.logits.requires_grad_(), case.targets
 
 
@@ -90,7 +92,7 @@ def test_outputs_share_no_storage(backend: str, generator: Generator) -> None:
 
 def test_two_heads_and_entropy_after_backward(backend: str) -> None:
     """B24"""
-    z = torch.zeros(1, 2, device=device_of(backend), requires_grad=True)
+    z = torch.zeros(1, 2, device=host_device.device(), requires_grad=True)
     for target in (0, 1):
         token_stats(z, torch.tensor([target], device=z.device)).logp.sum().neg().backward()
     assert z.grad.tolist() == [[0.0, 0.0]]
@@ -102,7 +104,7 @@ def test_two_heads_and_entropy_after_backward(backend: str) -> None:
 @pytest.mark.parametrize("order", [("logp", "entropy"), ("entropy", "logp")], ids=" then ".join)
 def test_order_of_two_calls(backend: str, order: tuple[str, str]) -> None:
     """B26: logp and entropy from two calls on the same logits, with gradient through both."""
-    z = torch.tensor([[0.0, 1.0986122886681098]], device=device_of(backend), requires_grad=True)
+    z = torch.tensor([[0.0, 1.0986122886681098]], device=host_device.device(), requires_grad=True)
     target = torch.tensor([1], device=z.device)
     values = {name: getattr(token_stats(z, target), name) for name in order}
     assert values["logp"].item() == pytest.approx(-0.287682, abs=1e-6)
@@ -357,7 +359,7 @@ def test_every_row_has_its_own_upstream(
     backend: str, upstream: list[float], dweight: list[float], dbias: list[float]
 ) -> None:
     """B19"""
-    device = device_of(backend)
+    device = host_device.device()
     hidden = torch.tensor([[1.0], [2.0]], device=device)
     weight = torch.zeros(2, 1, device=device, requires_grad=True)
     bias = torch.zeros(2, device=device, requires_grad=True)
@@ -575,7 +577,7 @@ def test_compiled_calls_still_check_labels(backend: str, generator: Generator) -
 def test_saved_tensors(backend: str, dtype: torch.dtype, generator: Generator) -> None:
     """B36, B92: a slice of a larger tensor is saved as what it is, not copied."""
     n, vocab = 6, 1003
-    full = torch.randn(2, 5, vocab, generator=generator).to(device_of(backend), dtype).requires_grad_()
+    full = torch.randn(2, 5, vocab, generator=generator).to(host_device.device(), dtype).requires_grad_()
     before = full.detach().clone()
     targets = random_targets(generator, (2, 3), vocab).to(full.device)
     own_bytes = 0
@@ -600,7 +602,7 @@ def test_offsets_beyond_two_to_the_31(strides: tuple[int, int], backend: str, ge
     """B02, B03: only the pages that hold the logits are ever touched."""
     shape = (3, 37) if strides[1] == 1 else (3, 4)
     reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    apart = torch.empty(reach + 1, dtype=torch.bfloat16, device=device_of(backend)).as_strided(shape, strides)
+    apart = torch.empty(reach + 1, dtype=torch.bfloat16, device=host_device.device()).as_strided(shape, strides)
     together = torch.randn(shape, generator=generator).to(apart)
     apart.copy_(together)
     targets = torch.tensor([0, 3, 2], device=apart.device)

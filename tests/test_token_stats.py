@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import host_device
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,9 +39,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def device_of(backend: str) -> str:
-    """Triton runs on the GPU where there is one, else interpreted on the CPU; the others on the CPU."""
-    return "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+backend = host_device.backend_anywhere
 
 
 @pytest.fixture(autouse=True)
@@ -210,9 +209,9 @@ def assert_exact(case: Case, upstream: dict[str, Tensor]) -> None:
     ids="V={}".format,
 )
 def test_shapes(backend: str, vocab: int, n: int, dtype: torch.dtype, generator: Generator) -> None:
-    if backend == "triton" and n * vocab > 2**21 and device_of(backend) == "cpu":
+    if backend == "triton" and n * vocab > 2**21 and host_device.device() == "cpu":
         n = 3  # the interpreter takes a fifth of a second for each of these rows
-    device = device_of(backend)
+    device = host_device.device()
     case = flat(generator, dtype, n, vocab, temperature=0.75).to(device)
     assert_exact(case, random_upstream(generator, n, device))
 
@@ -312,16 +311,16 @@ VALUES: dict[str, Callable[[Generator, torch.dtype], Case]] = {
 def test_values(backend: str, values: str, dtype: torch.dtype, generator: Generator) -> None:
     if values == "shared offset of 1e6" and dtype == torch.float16:
         pytest.skip("float16 ends at 65504")
-    case = VALUES[values](generator, dtype).to(device_of(backend))
-    assert_exact(case, random_upstream(generator, case.targets.shape[0], device_of(backend)))
+    case = VALUES[values](generator, dtype).to(host_device.device())
+    assert_exact(case, random_upstream(generator, case.targets.shape[0], host_device.device()))
 
 
 @kernels
 @pytest.mark.parametrize("values", VALUES)
 def test_values_in_float64(backend: str, values: str, generator: Generator) -> None:
     """The definition itself has float64's rounding; 1e-9 shows that nothing passed through float32."""
-    case = VALUES[values](generator, torch.float64).to(device_of(backend))
-    upstream = random_upstream(generator, case.targets.shape[0], device_of(backend))
+    case = VALUES[values](generator, torch.float64).to(host_device.device())
+    upstream = random_upstream(generator, case.targets.shape[0], host_device.device())
     close = {"rtol": 1e-9, "atol": 1e-10}
     torch.testing.assert_close(run(all_stats, case, upstream), run(exact_stats, case, upstream), **close)
 
@@ -330,15 +329,15 @@ def test_values_in_float64(backend: str, values: str, generator: Generator) -> N
 @pytest.mark.parametrize("values", ["confident", "minus infinity", "B73 softcap"])
 def test_gradient_of_one_statistic(backend: str, values: str, only: str, generator: Generator) -> None:
     """No larger term hides its error."""
-    case = VALUES[values](generator, torch.float32).to(device_of(backend))
-    upstream = random_upstream(generator, case.targets.shape[0], device_of(backend))
+    case = VALUES[values](generator, torch.float32).to(host_device.device())
+    upstream = random_upstream(generator, case.targets.shape[0], host_device.device())
     assert_exact(case, {only: upstream[only]})
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=name_of)
 def test_half_precision_is_rounded_once(backend: str, dtype: torch.dtype, generator: Generator) -> None:
     """Statistics of 16-bit logits are those of the same logits in float32; the gradient is its rounded one."""
-    device = device_of(backend)
+    device = host_device.device()
     case = gaussian(generator, dtype, temperature=0.75).to(device)
     upstream = random_upstream(generator, case.targets.shape[0], device)
     stats, dlogits = run(all_stats, case, upstream)
@@ -360,8 +359,8 @@ def test_nan_stays_visible_in_its_row(
     case = gaussian(generator, dtype, n=3)
     case.targets[1] = 1500
     case.logits[1, column] = torch.tensor(math.nan).copysign(torch.tensor(bad)) if math.isnan(bad) else bad
-    case = case.to(device_of(backend))
-    stats, dlogits = run(all_stats, case, random_upstream(generator, 3, device_of(backend)))
+    case = case.to(host_device.device())
+    stats, dlogits = run(all_stats, case, random_upstream(generator, 3, host_device.device()))
     for value in (stats.logp, stats.entropy, stats.log_sum_sq_probs):
         assert value.isnan().tolist() == [False, True, False]
     assert dlogits[1].isnan().all()
@@ -373,8 +372,8 @@ def test_row_without_a_distribution_is_nan(backend: str, generator: Generator) -
     case = gaussian(generator, torch.float32, n=3)
     case.logits[1] = -torch.inf
     case.targets[1] = 0
-    case = case.to(device_of(backend))
-    stats, dlogits = run(all_stats, case, random_upstream(generator, 3, device_of(backend)))
+    case = case.to(host_device.device())
+    stats, dlogits = run(all_stats, case, random_upstream(generator, 3, host_device.device()))
     for name in ("logp", "entropy", "lse", "log_sum_sq_probs"):
         assert getattr(stats, name).isnan().tolist() == [False, True, False], name
     assert not stats.is_top1[1]
@@ -413,7 +412,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(backend: str, layout: str, dtype: torch.dtype, generator: Generator) -> None:
     shape, view = LAYOUTS[layout]
-    device = device_of(backend)
+    device = host_device.device()
     leaf = (4 * torch.randn(shape, generator=generator)).to(device, dtype).requires_grad_()
     tokens = view(leaf).shape[:-1]
     targets = random_targets(generator, tokens, view(leaf).shape[-1]).to(device)
@@ -439,7 +438,7 @@ def test_layouts(backend: str, layout: str, dtype: torch.dtype, generator: Gener
 @pytest.mark.parametrize("shape", [(0, 7), (2, 0, 7), (0, 3, 7), (2, 3, 0, 7), (0, 0, 7)], ids=str)
 def test_no_tokens(backend: str, shape: tuple[int, ...]) -> None:
     """B101"""
-    device = device_of(backend)
+    device = host_device.device()
     logits = torch.empty(shape, device=device, requires_grad=True)
     stats = all_stats(logits, torch.empty(shape[:-1], dtype=torch.int64, device=device))
     assert all(stat.shape == shape[:-1] for stat in stats)
@@ -464,7 +463,7 @@ def test_no_tokens(backend: str, shape: tuple[int, ...]) -> None:
     ids=["number", "0-d", "0-d float64", "[B]", "like targets", "bfloat16", "stride 0"],
 )
 def test_forms_of_temperature(backend: str, form: Callable[[Tensor], Any], generator: Generator) -> None:
-    device = device_of(backend)
+    device = host_device.device()
     case = gaussian(generator, torch.float32, vocab=37).to(device)
     logits, targets = case.logits.view(2, 3, 37), case.targets.view(2, 3)
     temperature = form(targets)
@@ -477,7 +476,7 @@ def test_forms_of_temperature(backend: str, form: Callable[[Tensor], Any], gener
 
 @pytest.mark.parametrize("shape", ["[B]", "like targets"])
 def test_temperature_reaches_its_own_rows(backend: str, shape: str, generator: Generator) -> None:
-    device = device_of(backend)
+    device = host_device.device()
     case = gaussian(generator, torch.float32, vocab=37).to(device)
     logits, targets = case.logits.view(2, 3, 37), case.targets.view(2, 3)
     temperature = torch.tensor([0.5, 2.0]) if shape == "[B]" else torch.linspace(0.5, 3.0, 6).view(2, 3)
@@ -489,7 +488,7 @@ def test_temperature_reaches_its_own_rows(backend: str, shape: str, generator: G
 
 @pytest.mark.parametrize("name", ["softcap", "logit_scale"])
 def test_numbers_may_be_0d_tensors(backend: str, name: str, generator: Generator) -> None:
-    device = device_of(backend)
+    device = host_device.device()
     case = gaussian(generator, torch.float32).to(device)
     upstream = random_upstream(generator, 6, device)
     plain, by_number, by_tensor = (
@@ -503,7 +502,7 @@ def test_numbers_may_be_0d_tensors(backend: str, name: str, generator: Generator
 @pytest.mark.parametrize("outputs", [(), *([name] for name in OUTPUTS), ("lse", "is_top1"), OUTPUTS], ids=str)
 def test_outputs(backend: str, outputs: Sequence[str], generator: Generator) -> None:
     """What is asked for has the same bits whatever else is; the rest is None."""
-    case = gaussian(generator, torch.bfloat16).to(device_of(backend))
+    case = gaussian(generator, torch.bfloat16).to(host_device.device())
     stats = token_stats(case.logits, case.targets, outputs=outputs)
     everything = all_stats(case.logits, case.targets)
     assert torch.equal(stats.logp, everything.logp)
@@ -515,7 +514,7 @@ def test_outputs(backend: str, outputs: Sequence[str], generator: Generator) -> 
 
 
 def test_defaults(backend: str, generator: Generator) -> None:
-    case = gaussian(generator, torch.bfloat16).to(device_of(backend))
+    case = gaussian(generator, torch.bfloat16).to(host_device.device())
     stats = rlkernels.token_stats(case.logits, case.targets)
     assert stats._fields == ("logp", "entropy", "lse", "log_sum_sq_probs", "mean_logits", "is_top1")
     assert [stat is None for stat in stats] == [False, False, True, True, True, True]
@@ -528,7 +527,7 @@ def test_target_dtypes_and_strides(backend: str, dtype: torch.dtype, generator: 
     case = gaussian(generator, torch.float32, vocab=101)
     wide = torch.full((6, 4), 77, dtype=dtype)
     wide[:, 2] = case.targets.to(dtype)
-    case, targets = case.to(device_of(backend)), wide.to(device_of(backend))[:, 2]
+    case, targets = case.to(host_device.device()), wide.to(host_device.device())[:, 2]
     assert targets.stride() == (4,)
     assert torch.equal(token_stats(case.logits, targets).logp, token_stats(case.logits, case.targets).logp)
 
@@ -540,14 +539,14 @@ def test_first_maximum_is_top1(backend: str, dtype: torch.dtype) -> None:
     for row, columns in enumerate([(5, 6), (5, 6), (100, 4096), (100, 4096), (0, 9000), (0, 9000)]):
         logits[row, list(columns)] = 2.0
     targets = torch.tensor([5, 6, 100, 4096, 0, 9000])
-    stats = all_stats(logits.to(device_of(backend)), targets.to(device_of(backend)))
+    stats = all_stats(logits.to(host_device.device()), targets.to(host_device.device()))
     assert stats.is_top1.tolist() == [True, False] * 3
 
 
 @pytest.mark.parametrize("label", [255, 1, -1, -100, 2**40, -(2**63)], ids=str)
 def test_any_integer_marks_ignored_rows(backend: str, label: int, generator: Generator) -> None:
     """B13: also one inside [0, V)."""
-    device = device_of(backend)
+    device = host_device.device()
     case = gaussian(generator, torch.float32, n=4, vocab=3, ignore_index=label).to(device)
     case.targets[:] = torch.tensor([0, 2, label, 0])
     stats, dlogits = run(all_stats, case, random_upstream(generator, 4, device))
@@ -639,7 +638,7 @@ SMALL_CASES: dict[str, tuple[Tensor, list[int], dict[str, Any], dict[str, list[f
 @pytest.mark.parametrize("name", SMALL_CASES)
 def test_small_cases(backend: str, name: str) -> None:
     logits, targets, options, expected = SMALL_CASES[name]
-    stats = all_stats(logits.to(device_of(backend)), torch.tensor(targets, device=device_of(backend)), **options)
+    stats = all_stats(logits.to(host_device.device()), torch.tensor(targets, device=host_device.device()), **options)
     for statistic, values in expected.items():
         actual = getattr(stats, statistic)
         assert actual.dtype == torch.float32
@@ -668,8 +667,8 @@ SMALL_GRADIENTS: dict[str, tuple[list[float], int, dict[str, Any], str, list[flo
 @pytest.mark.parametrize("name", SMALL_GRADIENTS)
 def test_small_gradients(backend: str, name: str) -> None:
     logits, target, options, statistic, expected = SMALL_GRADIENTS[name]
-    leaf = torch.tensor([logits], device=device_of(backend), requires_grad=True)
-    stats = all_stats(leaf, torch.tensor([target], device=device_of(backend)), **options)
+    leaf = torch.tensor([logits], device=host_device.device(), requires_grad=True)
+    stats = all_stats(leaf, torch.tensor([target], device=host_device.device()), **options)
     getattr(stats, statistic).sum().backward()
     assert leaf.grad[0].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
@@ -681,7 +680,7 @@ def test_bounds(backend: str, vocab: int, generator: Generator) -> None:
     case.logits[1] *= 10  # a single column has most of the mass
     case.logits[2] /= 100  # nearly uniform
     case.targets[1] = case.logits[1].argmax()
-    case = case.to(device_of(backend))
+    case = case.to(host_device.device())
     stats = token_stats(case.logits, case.targets)
     assert (stats.logp <= 0).all()
     assert (stats.entropy >= 0).all()

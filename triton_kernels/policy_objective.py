@@ -66,11 +66,12 @@ def log_ratio(token_logp, old_logp, i, inside):
 
 
 @triton.jit
-def sequence_range(cu_seqlens, b, width):
+def sequence_range(cu_seqlens, b, width, tokens):
     if cu_seqlens is None:
         return b * width, (b + 1) * width
-    else:
-        return tl.load(cu_seqlens + b), tl.load(cu_seqlens + b + 1)
+    else:  # a border that nobody could look at is not let out of the batch
+        begin, end = tl.load(cu_seqlens + b), tl.load(cu_seqlens + b + 1)
+        return tl.maximum(begin, 0), tl.minimum(end, tokens)
 
 
 @triton.jit
@@ -113,10 +114,10 @@ def count_trained(mask, begin, end, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_ANY_VALUE)
-def count_kernel(mask, cu_seqlens, counts, width, BLOCK: tl.constexpr):
+def count_kernel(mask, cu_seqlens, counts, width, tokens, BLOCK: tl.constexpr):
     """The number of each sequence's trained tokens."""
     b = tl.program_id(0).to(tl.int64)
-    begin, end = sequence_range(cu_seqlens, b, width)
+    begin, end = sequence_range(cu_seqlens, b, width, tokens)
     tl.store(counts + b, count_trained(mask, begin, end, BLOCK))
 
 
@@ -180,7 +181,7 @@ def objective_kernel(
 ):
     """A sequence's coefficients, and what it adds to the loss and the metrics."""
     b = tl.program_id(0).to(tl.int64)
-    begin, end = sequence_range(cu_seqlens, b, width)
+    begin, end = sequence_range(cu_seqlens, b, width, tokens)
     count = count_trained(mask, begin, end, BLOCK)
     length = tl.maximum(count, 1.0)
     # a byte a token from the cache, for each sequence: cheaper than a launch that counts

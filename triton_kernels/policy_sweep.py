@@ -191,7 +191,7 @@ def policy_sweep_kernel(
 @triton.jit
 def scale_kernel(values, factor, count, BLOCK: tl.constexpr):
     """Looks at the factor on the device: no host waits for it."""
-    factor = tl.load(factor).to(tl.float32)
+    factor = tl.load(factor)
     if factor != 1.0:
         index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = index < count
@@ -214,7 +214,13 @@ def policy_sweep(
     block, num_warps = configs.OBJECTIVE_TOKENS
     with configs.device_of(rows.logits):
         count_kernel[(batch.sequences,)](
-            batch.mask.view(torch.uint8), batch.cu_seqlens, counts, shared["width"], BLOCK=block, num_warps=num_warps
+            batch.mask.view(torch.uint8),
+            batch.cu_seqlens,
+            counts,
+            shared["width"],
+            batch.mask.shape[0],
+            BLOCK=block,
+            num_warps=num_warps,
         )
         policy_sweep_kernel[(count,)](
             **arguments,

@@ -8,8 +8,6 @@
 namespace rlk {
 namespace cuda {
 
-inline LaunchTarget launch_target(int device, uintptr_t stream) { return {device, bind::pointer(stream)}; }
-
 inline void bind_kernels(pybind11::module_& m) {
   namespace py = pybind11;
   using bind::pointer;
@@ -18,46 +16,44 @@ inline void bind_kernels(pybind11::module_& m) {
   m.def("token_stats_workspace_bytes", &token_stats_workspace_bytes, py::arg("params"), py::arg("multiprocessors"));
   m.def(
       "token_stats_forward",
-      [](const TokenStatsForwardParams& params, int device, uintptr_t stream, uintptr_t workspace) {
-        token_stats_forward(params, launch_target(device, stream), pointer(workspace));
+      [](const TokenStatsForwardParams& params, uintptr_t stream, uintptr_t workspace) {
+        token_stats_forward(params, LaunchTarget{pointer(stream)}, pointer(workspace));
       },
-      py::arg("params"), py::kw_only(), py::arg("device"), py::arg("stream"), py::arg("workspace"), released);
+      py::arg("params"), py::kw_only(), py::arg("stream"), py::arg("workspace"), released);
   m.def(
       "token_stats_backward",
-      [](const TokenStatsBackwardParams& params, int device, uintptr_t stream, int multiprocessors) {
-        token_stats_backward(params, launch_target(device, stream), multiprocessors);
+      [](const TokenStatsBackwardParams& params, uintptr_t stream, int multiprocessors) {
+        token_stats_backward(params, LaunchTarget{pointer(stream)}, multiprocessors);
       },
-      py::arg("params"), py::kw_only(), py::arg("device"), py::arg("stream"), py::arg("multiprocessors"), released);
+      py::arg("params"), py::kw_only(), py::arg("stream"), py::arg("multiprocessors"), released);
   m.def("policy_objective_workspace_bytes", &policy_objective_workspace_bytes, py::arg("params"));
   m.def(
       "policy_objective",
-      [](const PolicyObjectiveParams& params, int device, uintptr_t stream, uintptr_t workspace) {
-        policy_objective(params, launch_target(device, stream), pointer(workspace));
+      [](const PolicyObjectiveParams& params, uintptr_t stream, uintptr_t workspace) {
+        policy_objective(params, LaunchTarget{pointer(stream)}, pointer(workspace));
       },
-      py::arg("params"), py::kw_only(), py::arg("device"), py::arg("stream"), py::arg("workspace"), released);
+      py::arg("params"), py::kw_only(), py::arg("stream"), py::arg("workspace"), released);
   m.def("policy_sweep_workspace_bytes", &policy_sweep_workspace_bytes, py::arg("params"), py::arg("multiprocessors"));
   m.def(
       "policy_sweep",
-      [](const PolicySweepParams& params, int device, uintptr_t stream, uintptr_t workspace, int multiprocessors,
+      [](const PolicySweepParams& params, uintptr_t stream, uintptr_t workspace, int multiprocessors,
          size_t shared_limit) {
-        policy_sweep(params, launch_target(device, stream), pointer(workspace), multiprocessors, shared_limit);
+        policy_sweep(params, LaunchTarget{pointer(stream)}, pointer(workspace), multiprocessors, shared_limit);
       },
-      py::arg("params"), py::kw_only(), py::arg("device"), py::arg("stream"), py::arg("workspace"),
-      py::arg("multiprocessors"), py::arg("shared_limit"), released);
+      py::arg("params"), py::kw_only(), py::arg("stream"), py::arg("workspace"), py::arg("multiprocessors"),
+      py::arg("shared_limit"), released);
   m.def(
       "scale_unless_one",
-      [](uintptr_t values, int dtype, int64_t count, uintptr_t factor, int device, uintptr_t stream) {
+      [](uintptr_t values, int dtype, int64_t count, uintptr_t factor, uintptr_t stream) {
         scale_unless_one(pointer(values), static_cast<DType>(dtype), count, pointer(factor),
-                         launch_target(device, stream));
+                         LaunchTarget{pointer(stream)});
       },
-      py::kw_only(), py::arg("values"), py::arg("dtype"), py::arg("count"), py::arg("factor"), py::arg("device"),
-      py::arg("stream"), released);
+      py::kw_only(), py::arg("values"), py::arg("dtype"), py::arg("count"), py::arg("factor"), py::arg("stream"),
+      released);
   m.def(
       "prefix_counts",
-      [](const PrefixCountsParams& params, int device, uintptr_t stream) {
-        prefix_counts(params, launch_target(device, stream));
-      },
-      py::arg("params"), py::kw_only(), py::arg("device"), py::arg("stream"), released);
+      [](const PrefixCountsParams& params, uintptr_t stream) { prefix_counts(params, LaunchTarget{pointer(stream)}); },
+      py::arg("params"), py::kw_only(), py::arg("stream"), released);
 }
 
 }  // namespace cuda

@@ -8,6 +8,8 @@ int driver_version() {
   return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
 }
 
+int runtime_version() { return CUDART_VERSION; }
+
 DeviceLimits device_limits(int device) {
   int multiprocessors = 0, shared_bytes = 0;
   check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "multiprocessors");

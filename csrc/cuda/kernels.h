@@ -1,5 +1,7 @@
 // The CUDA kernels' entry points. Pointers are the device's; everything is queued on the target's stream, nothing is
-// allocated and nobody waits. `threads` of the parameters is not used. A workspace has the size that the operation's
+// allocated and nobody waits. The caller makes the device the current one, as only it knows whether one that was
+// current before has a context to go back to. `threads` of the parameters is not used. A workspace has the size that
+// the operation's
 // `*_workspace_bytes` says for the same parameters; a null one is as good where that is 0.
 #pragma once
 
@@ -9,15 +11,17 @@
 
 namespace rlk {
 
-// Where kernels run: a device's ordinal and its cudaStream_t.
+// Where kernels run: a cudaStream_t of the calling thread's current device.
 struct LaunchTarget {
-  int device;
   void* stream;
 };
 
 namespace cuda {
 
-int driver_version();  // of NVIDIA's driver, as CUDA numbers them; 0 without one
+// As CUDA numbers its versions, 1000 major + 10 minor: what NVIDIA's driver supports, 0 without one; and what the
+// kernels were built with.
+int driver_version();
+int runtime_version();
 
 struct DeviceLimits {
   int multiprocessors;

@@ -52,6 +52,9 @@ void launch(LaunchTarget, const char* name, void (*kernel)(Params...), int64_t b
 
 #include <cuda_runtime.h>
 
+#include <stdexcept>
+#include <string>
+
 #define RLK_KERNEL(threads, blocks) static __global__ __launch_bounds__(threads, blocks)
 #define RLK_DEVICE __device__ __forceinline__
 #define RLK_UNROLL _Pragma("unroll")
@@ -69,36 +72,28 @@ RLK_DEVICE int64_t block_index() { return blockIdx.x; }
 RLK_DEVICE int block_size() { return blockDim.x; }
 
 inline void check_cuda(cudaError_t status, const char* doing) {
-  if (status != cudaSuccess) fail(doing, ": ", cudaGetErrorString(status));
+  if (status != cudaSuccess) throw std::runtime_error(std::string(doing) + ": " + cudaGetErrorString(status));
 }
 
-// Makes a device the current one for as long as it lives.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) : device_(device) {
-    check_cuda(cudaGetDevice(&previous_), "cudaGetDevice");
-    if (previous_ != device_) check_cuda(cudaSetDevice(device_), "cudaSetDevice");
-  }
-  ~DeviceGuard() {
-    if (previous_ != device_) cudaSetDevice(previous_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-
- private:
-  int device_, previous_ = 0;
-};
+// A launch with more than 48 KiB, the kernel's own included, has to be allowed first. All of them are, whatever this
+// one needs, so that other threads may launch the kernel with other sizes meanwhile.
+template <class Kernel>
+void allow_all_shared_memory(Kernel kernel, const char* name) {
+  int device = 0, limit = 0;
+  cudaFuncAttributes attributes = {};
+  check_cuda(cudaGetDevice(&device), name);
+  check_cuda(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), name);
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel), name);
+  const int dynamic = limit - static_cast<int>(attributes.sharedSizeBytes);
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic), name);
+}
 
 template <class... Params, class... Args>
 void launch(LaunchTarget target, const char* name, void (*kernel)(Params...), int64_t blocks, int threads,
             size_t dynamic_bytes, Args... args) {
-  constexpr size_t kWithoutAsking = 48 << 10;
   if (blocks == 0) return;
   if (blocks > INT32_MAX) fail(name, ": expected at most 2^31 - 1 blocks, got ", blocks);
-  const DeviceGuard guard(target.device);
-  if (dynamic_bytes > kWithoutAsking) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes), name);
-  }
+  if (dynamic_bytes > 0) allow_all_shared_memory(kernel, name);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(threads);

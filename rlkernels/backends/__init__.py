@@ -75,14 +75,21 @@ triton_is_interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _HAS_GPU = torch.cuda.is_available() or torch.xpu.is_available()
 
 
+def _cuda_name(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 def _cuda_error() -> str | None:
     if _NATIVE_ERROR is not None:
         return f"the C++ extension does not import ({_NATIVE_ERROR})"
     kernels = getattr(importlib.import_module("rlkernels._native"), "cuda", None)
     if kernels is None:
         return "built without CUDA kernels, for want of nvcc; GPUs run the Triton kernels (backend 'triton')"
-    if kernels.driver_version() == 0:
+    driver, runtime = kernels.driver_version(), kernels.runtime_version()
+    if driver == 0:
         return "built with CUDA kernels, but this machine has no NVIDIA driver"
+    if driver // 1000 < runtime // 1000:
+        return f"built with CUDA {_cuda_name(runtime)}, but NVIDIA's driver here supports {_cuda_name(driver)}"
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "built with CUDA kernels, but PyTorch finds no NVIDIA GPU"
     return None

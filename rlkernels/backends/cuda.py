@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -31,10 +33,11 @@ def limits(device: torch.device) -> Limits:
     return Limits(*kernels.device_limits(device.index))
 
 
-def target(device: torch.device) -> dict[str, int]:
-    """Where kernels run: a device's ordinal and its current stream."""
-    stream = torch.cuda.current_stream(device)
-    return {"device": stream.device_index, "stream": stream.cuda_stream}
+@contextlib.contextmanager
+def launching(device: torch.device) -> Iterator[dict[str, int]]:
+    """Makes a device the current one, where kernels run, and gives its current stream."""
+    with torch.cuda.device(device):
+        yield {"stream": torch.cuda.current_stream(device).cuda_stream}
 
 
 def _workspace(size: int, device: torch.device) -> Tensor:
@@ -63,7 +66,8 @@ def token_stats_forward(
     params = Params(kernels).forward(rows, stats, tile, states, index)
     size = kernels.token_stats_workspace_bytes(params, limits(device).multiprocessors)
     workspace = _workspace(size, device)
-    kernels.token_stats_forward(params, **target(device), workspace=address(workspace))
+    with launching(device) as target:
+        kernels.token_stats_forward(params, **target, workspace=address(workspace))
 
 
 def token_stats_backward(
@@ -77,7 +81,8 @@ def token_stats_backward(
     """`dlogits` may be the logits; with `dtarget` the target's gradient goes there, and 0 into `dlogits`."""
     device = rows.logits.device
     params = Params(kernels).backward(rows, saved, upstream, dlogits, tile, dtarget)
-    kernels.token_stats_backward(params, **target(device), multiprocessors=limits(device).multiprocessors)
+    with launching(device) as target:
+        kernels.token_stats_backward(params, **target, multiprocessors=limits(device).multiprocessors)
 
 
 def policy_objective(
@@ -85,7 +90,8 @@ def policy_objective(
 ) -> None:
     params = Params(kernels).objective(options, batch, logp=logp, entropy=entropy, **result._asdict())
     workspace = _workspace(kernels.policy_objective_workspace_bytes(params), logp.device)
-    kernels.policy_objective(params, **target(logp.device), workspace=address(workspace))
+    with launching(logp.device) as target:
+        kernels.policy_objective(params, **target, workspace=address(workspace))
 
 
 def policy_sweep(
@@ -96,25 +102,28 @@ def policy_sweep(
     params = Params(kernels).sweep(rows, options, batch, stats, dlogits)
     multiprocessors, shared_bytes = limits(device)
     workspace = _workspace(kernels.policy_sweep_workspace_bytes(params, multiprocessors), device)
-    kernels.policy_sweep(
-        params,
-        **target(device),
-        workspace=address(workspace),
-        multiprocessors=multiprocessors,
-        shared_limit=shared_bytes,
-    )
+    with launching(device) as target:
+        kernels.policy_sweep(
+            params,
+            **target,
+            workspace=address(workspace),
+            multiprocessors=multiprocessors,
+            shared_limit=shared_bytes,
+        )
 
 
 def scale_unless_one(dlogits: Tensor, factor: Tensor) -> None:
-    kernels.scale_unless_one(
-        values=address(dlogits),
-        dtype=DTYPE_CODES[dlogits.dtype],
-        count=dlogits.numel(),
-        factor=address(factor),
-        **target(dlogits.device),
-    )
+    with launching(dlogits.device) as target:
+        kernels.scale_unless_one(
+            values=address(dlogits),
+            dtype=DTYPE_CODES[dlogits.dtype],
+            count=dlogits.numel(),
+            factor=address(factor),
+            **target,
+        )
 
 
 def prefix_counts(token_ids: Tensor, lengths: Tensor, row_order: Tensor, group_starts: Tensor, counts: Tensor) -> None:
     params = Params(kernels).prefix_counts(token_ids, lengths, row_order, group_starts, counts)
-    kernels.prefix_counts(params, **target(token_ids.device))
+    with launching(token_ids.device) as target:
+        kernels.prefix_counts(params, **target)

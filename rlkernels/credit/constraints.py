@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernels import checks
+from rlkernels.credit.dtypes import result_dtype
 
 
 def constraint_satisfaction_rate(satisfied: Tensor) -> Tensor:
@@ -56,9 +57,8 @@ def all_or_nothing(satisfied: Tensor) -> Tensor:
 def _scores(satisfied: Tensor) -> tuple[Tensor, Tensor]:
     checks.require_tensor("satisfied", satisfied)
     checks.require_dtype("satisfied", satisfied, (torch.bool, *checks.FLOAT_DTYPES, *checks.INTEGER_DTYPES))
-    if satisfied.ndim != 2:
-        raise ValueError(f"satisfied: expected shape [B, K], got {checks.describe(satisfied)}")
-    scores = satisfied.detach().to(torch.float64 if satisfied.dtype == torch.float64 else torch.float32)
+    checks.require_sizes("satisfied", satisfied, "B", "K")
+    scores = satisfied.detach().to(result_dtype(satisfied))
     is_judged = ~scores.isnan()
     if checks.values_are_checked(scores.device) and bool((is_judged & ((scores < 0) | (scores > 1))).any()):
         raise ValueError(f"satisfied: expected numbers in [0, 1] or NaN, got {satisfied.tolist()}")

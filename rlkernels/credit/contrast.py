@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkernels import backends, checks, reference
+from rlkernels.credit.dtypes import result_dtype, wide
 from rlkernels.ops.indexed_logp import indexed_logp
 from rlkernels.ops.rows import Rows
 from rlkernels.stats import Number, check_targets, flat, linear_token_stats, scaling, stored_rows
@@ -260,11 +261,11 @@ def contrast_by_span(contrast: Tensor, spans: Tensor, *, mask: Tensor | None = N
     if checks.values_are_checked(spans.device) and bool(((begin < 0) | (end < begin) | (end > length)).any()):
         raise ValueError(f"spans: expected 0 <= first <= end <= {length}, got {spans.tolist()}")
     valid = torch.ones_like(contrast, dtype=torch.bool) if mask is None else mask != 0
-    values = contrast.detach().to(torch.float32 if contrast.device.type == "mps" else torch.float64)
+    values = wide(contrast.detach())
     positions = torch.arange(length, device=contrast.device)
     result = values.new_zeros(spans.shape[:2])
     for i in range(spans.shape[1]):  # a [B, T] at a time
         inside = valid & (positions >= begin[:, i, None]) & (positions < end[:, i, None])
         total = torch.where(inside, values, 0).sum(-1)
         result[:, i] = total / inside.sum(-1).clamp(min=1) if reduction == "mean" else total
-    return result.to(torch.float64 if contrast.dtype == torch.float64 else torch.float32)
+    return result.to(result_dtype(contrast))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernels import checks
+from rlkernels.credit.dtypes import result_dtype, wide
 
 
 def replay_weights(
@@ -61,18 +62,18 @@ def replay_weights(
     scale = strength * ramp
     if not scale < 2:
         raise ValueError(f"strength: expected strength * ramp < 2, got {strength!r} * {ramp!r}")
-    result_dtype = torch.float64 if contrast.dtype == torch.float64 else torch.float32
+    dtype = result_dtype(contrast)
     valid = mask != 0
     if scale * sharpness == 0:  # whatever the contrast holds
-        return valid.to(result_dtype)
-    contrast = contrast.detach().to(torch.float32 if contrast.device.type == "mps" else torch.float64)
+        return valid.to(dtype)
+    contrast = wide(contrast.detach())
     # sigmoid(x) - 1/2, exact near 0
     centred = 0.5 * torch.tanh(0.5 * sharpness * (contrast - offset))
     weights = torch.where(valid, 1 + scale * centred, 0)
     if normalize:
         mean = weights.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
         weights = torch.where(valid, weights / mean, 0)
-    return weights.to(result_dtype)
+    return weights.to(dtype)
 
 
 def smoothstep_ramp(step: float, warmup: float, length: float) -> float:
