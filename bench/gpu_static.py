@@ -260,9 +260,12 @@ def table(found: list[Kernel]) -> Iterator[str]:
         yield f"| `{name}` | {' | '.join(cells)} |"
 
 
-def nvcc_version() -> str:
-    report = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
-    return report.split("release ")[1].split(",")[0]
+def compilers() -> str:
+    nvcc = "none"
+    if has_cuda():
+        report = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+        nvcc = report.split("release ")[1].split(",")[0]
+    return f"nvcc {nvcc} and Triton {importlib.metadata.version('triton')}"
 
 
 def document(found: list[Kernel]) -> str:
@@ -270,7 +273,7 @@ def document(found: list[Kernel]) -> str:
         "# What the GPU kernels are compiled to",
         "",
         "Written by `python bench/gpu_static.py`, checked by `tests/test_gpu_static.py`; nothing here ran on a GPU.",
-        f"Compiled for {', '.join(NVIDIA)} by nvcc {nvcc_version()} and Triton {importlib.metadata.version('triton')},",
+        f"Compiled for {', '.join(NVIDIA)} by {compilers()},",
         f"for a vocabulary of {triton_targets.VOCAB:,}. Where these differ, a cell holds one for each, in this order.",
         "",
         "* registers, stack (bytes), spills (loads from and stores to local memory): of a thread; shared memory in",
