@@ -85,7 +85,7 @@ def objective_compilations(kind: int) -> Iterator[Compilation]:
         "HAS_KL": True,
     }
     number_types = {
-        **dict.fromkeys(("options", "counts", "normalizer", "entropy_normalizer", "sums"), "*fp64"),
+        **dict.fromkeys(("options", "counts", "normalizer", "entropy_normalizer", "sums", "metrics"), "*fp64"),
         **dict.fromkeys(("tokens", "sequences", "width"), "i32"),
         "mask": "*u8",
         "cu_seqlens": "*i64",

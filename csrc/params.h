@@ -126,7 +126,7 @@ struct PolicyObjectiveParams {
   Reduction reduction, entropy_reduction;
   const double *normalizer, *entropy_normalizer;  // [1], or null for the reduction's own
   void* loss;                                     // [1]
-  void* metrics;                                  // [kObjectiveMetrics]
+  double* metrics;                                // [kObjectiveMetrics]
   void *dlogp, *dentropy;                         // [tokens], dloss / dlogp and dloss / dentropy; or null
   int threads;
 };

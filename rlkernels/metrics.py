@@ -50,8 +50,7 @@ class Metrics(Mapping[str, Tensor]):
         if name in self._variances:
             total, spread, count = self._variances[name]
             number = count.clamp(min=1)
-            variance = spread / number - ((total - count) / number) ** 2
-            return torch.where(spread.isinf(), spread, variance.clamp(min=0))
+            return (spread / number - ((total - count) / number) ** 2).clamp(min=0)
         extreme = self._minima[name] if name in self._minima else self._maxima[name]
         return torch.where(extreme.isinf(), 0.0, extreme)
 

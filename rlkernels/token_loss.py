@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlkernels import backends, checks
 from rlkernels.batch import PolicyBatch
+from rlkernels.dtypes import wide
 from rlkernels.kernel_options import objective_options, reduction_code
 from rlkernels.metrics import Metrics
 from rlkernels.objectives import LOG_RATIO_LIMIT, Objective, PolicyTerms, Tokens
@@ -214,16 +215,16 @@ def _callable_values(function: ObjectiveFunction, logp: Tensor, packed: _Packed)
 
 def _metrics(packed: _Packed, policy: PolicyTerms | None, kl: Tensor | None) -> Metrics:
     mask, segments = packed.mask, packed.segments
-    count = mask.sum().to(packed.logp.dtype)
+    count = wide(mask.sum())
 
     def mean(values: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.where(mask, values, 0).sum(dtype=packed.logp.dtype), count
+        return torch.where(mask, wide(values), 0).sum(), count
 
-    log_ratio = packed.tokens.log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = wide(packed.tokens.log_ratio.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     means = {"approx_kl_k1": mean(-log_ratio), "approx_kl_k3": mean(torch.expm1(log_ratio) - log_ratio)}
     minima, maxima, variances = {}, {}, {}
     if policy is not None:
-        ratio = policy.ratio.detach()
+        ratio = wide(policy.ratio.detach())
         means["ratio_mean"] = mean(ratio)
         variances["ratio_variance"] = (means["ratio_mean"][0], mean((ratio - 1) ** 2)[0], count)
         minima["ratio_min"] = torch.where(mask, ratio, torch.inf)

@@ -349,7 +349,7 @@ def add_up_kernel(options, sums, loss, metrics, sequences, BLOCK: tl.constexpr):
     else:
         extreme = tl.where(metric < METRIC_SUMS + 3, smallest, largest)
         result = tl.where(metric < METRIC_SUMS, total, extreme)
-        tl.store(metrics + metric, result.to(metrics.dtype.element_ty))
+        tl.store(metrics + metric, result)
 
 
 @functools.lru_cache(maxsize=64)

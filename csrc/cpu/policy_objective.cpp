@@ -185,7 +185,7 @@ void run(const PolicyObjectiveParams& p) {
     }
   }
   *static_cast<T*>(p.loss) = static_cast<T>(p.options.entropy_coef == 0 ? loss : loss - p.options.entropy_coef * bonus);
-  for (int i = 0; i < kObjectiveMetrics; ++i) static_cast<T*>(p.metrics)[i] = static_cast<T>(metrics[i]);
+  std::copy(metrics, metrics + kObjectiveMetrics, p.metrics);
 }
 
 }  // namespace

@@ -169,7 +169,11 @@ void add_up_kernel(PolicyObjectiveParams p, const double* parts) {
     result -= p.options.entropy_coef * fold_part(parts, p.sequences, kBonusPart, 0.0, second_scratch, Sum{});
   }
   if (thread_index() != 0) return;
-  *(part == kLossPart ? static_cast<T*>(p.loss) : static_cast<T*>(p.metrics) + part) = static_cast<T>(result);
+  if (part == kLossPart) {
+    *static_cast<T*>(p.loss) = static_cast<T>(result);
+  } else {
+    p.metrics[part] = result;
+  }
 }
 
 template <class T>

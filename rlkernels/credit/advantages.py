@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from rlkernels import checks
-from rlkernels.credit.dtypes import result_dtype, wide
 from rlkernels.credit.groups import Groups
+from rlkernels.dtypes import result_dtype, wide
 
 
 def group_advantages(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlkernels import checks
-from rlkernels.credit.dtypes import result_dtype
+from rlkernels.dtypes import result_dtype
 
 
 def constraint_satisfaction_rate(satisfied: Tensor) -> Tensor:

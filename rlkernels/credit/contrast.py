@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlkernels import backends, checks, reference
-from rlkernels.credit.dtypes import result_dtype, wide
+from rlkernels.dtypes import result_dtype, wide
 from rlkernels.ops.indexed_logp import indexed_logp
 from rlkernels.ops.rows import Rows
 from rlkernels.stats import Number, check_targets, flat, linear_token_stats, scaling, stored_rows

@@ -9,8 +9,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from rlkernels import checks
-from rlkernels.credit.dtypes import result_dtype, wide
 from rlkernels.credit.groups import Groups
+from rlkernels.dtypes import result_dtype, wide
 
 KINDS = ("infonce", "supcon_out", "supcon_in", "soft_nn")
 
@@ -167,7 +167,7 @@ def contrastive_loss(
     else:
         near = pairs.log_sum_exp(z, pairs.positive, floor)
         if kind == "supcon_in":
-            near = near - pairs.count.clamp(min=1).log()
+            near = near - pairs.count.clamp(min=1).to(z.dtype).log()
     per_response = torch.where(pairs.is_anchor, among_all - near, 0).view(rows)
     is_anchor = pairs.is_anchor.view(rows)
     return ContrastiveLoss(per_response.sum() / is_anchor.sum().clamp(min=1), per_response, is_anchor)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlkernels import checks
 from rlkernels.credit.advantages import leave_one_out_advantages
-from rlkernels.credit.dtypes import result_dtype, wide
+from rlkernels.dtypes import result_dtype, wide
 
 
 def reference_probability_reward(answer_logp: Tensor, answer_mask: Tensor, *, kind: str = "mean") -> Tensor:

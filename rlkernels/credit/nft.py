@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from rlkernels import checks
-from rlkernels.credit.dtypes import result_dtype, wide
 from rlkernels.credit.groups import Groups
+from rlkernels.dtypes import result_dtype, wide
 
 
 def success_rates(correct: Tensor, groups: int | Tensor) -> Tensor:

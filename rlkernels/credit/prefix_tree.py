@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from rlkernels import checks
-from rlkernels.credit.dtypes import result_dtype, wide
 from rlkernels.credit.groups import Groups
 from rlkernels.credit.prefix_sets import check_responses, prefix_set_counts
+from rlkernels.dtypes import result_dtype, wide
 
 _END = torch.iinfo(torch.int64).min  # an id that no vocabulary has
 

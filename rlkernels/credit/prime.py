@@ -8,9 +8,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rlkernels import checks
 from rlkernels.credit import whitening
-from rlkernels.credit.dtypes import result_dtype, wide
 from rlkernels.credit.groups import Groups
 from rlkernels.credit.suffix_scan import suffix_scan
+from rlkernels.dtypes import result_dtype, wide
 
 
 def implicit_process_rewards(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rlkernels import checks
 from rlkernels.credit.advantages import group_std
-from rlkernels.credit.dtypes import result_dtype, wide
 from rlkernels.credit.groups import Groups
+from rlkernels.dtypes import result_dtype, wide
 
 
 def debias_reward(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rlkernels import checks
-from rlkernels.credit.dtypes import result_dtype, wide
+from rlkernels.dtypes import result_dtype, wide
 
 
 def tool_output_mask(

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rlkernels import checks
 from rlkernels.credit.advantages import group_advantages
-from rlkernels.credit.dtypes import result_dtype, wide
 from rlkernels.credit.groups import Groups
+from rlkernels.dtypes import result_dtype, wide
 
 _VARIANTS = ("outcome", "c1", "c2", "c3", "c4")
 

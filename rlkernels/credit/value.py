@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rlkernels import checks
-from rlkernels.credit.dtypes import result_dtype, wide
 from rlkernels.credit.suffix_scan import suffix_scan
+from rlkernels.dtypes import result_dtype, wide
 from rlkernels.reductions import Normalizer, check_reduction, reduce_tokens
 from rlkernels.segments import Segments
 

@@ -51,7 +51,7 @@ class ObjectiveResult(NamedTuple):
     """`metrics` are a count, sums (`METRICS`), and extremes (`MINIMA`, `MAXIMA`)."""
 
     loss: Tensor  # 0-d
-    metrics: Tensor  # [17]
+    metrics: Tensor  # [17] float64
     dlogp: Tensor  # [N], d loss / d logp; empty without a gradient
     dentropy: Tensor  # [N]; empty without an entropy bonus too
 
@@ -60,7 +60,7 @@ def empty_result(logp: Tensor, options: ObjectiveOptions, need_grad: bool) -> Ob
     count = logp.shape[0] if need_grad else 0
     return ObjectiveResult(
         loss=logp.new_empty(()),
-        metrics=logp.new_empty(len(METRICS) + len(MINIMA) + len(MAXIMA)),
+        metrics=logp.new_empty(len(METRICS) + len(MINIMA) + len(MAXIMA), dtype=torch.float64),
         dlogp=logp.new_empty(count),
         dentropy=logp.new_empty(count if options.entropy_coef != 0 else 0),
     )
