@@ -215,7 +215,9 @@ HOST_DEVICE ObjectiveTerms policy_terms(const ObjectiveOptions& o, const Objecti
     const double gate = 1 / (1 + exponential(steep.value).value);
     return {-a * (4 / tau) * gate, -a * 4 * gate * (1 - gate) * dratio, 0.0, r.value, dratio, 0.0, 0.0};
   }
-  if (kKind == ObjectiveKind::kReinforce) return {-a * token.logp, 0.0, -a, r.value, dratio, 0.0, 0.0};
+  if (kKind == ObjectiveKind::kReinforce) {
+    return {a == 0 ? 0.0 : -a * token.logp, 0.0, -a, r.value, dratio, 0.0, 0.0};  // not 0 * -inf
+  }
   const double capped = r.value > o.ratio_cap ? o.ratio_cap : r.value;
   const Clamped clip = clamped(r.value, o.ratio_min, o.ratio_max);
   const double free = -capped * a, bound = -clip.value * a;

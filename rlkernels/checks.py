@@ -142,7 +142,7 @@ def require_number(
 
 def require_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     choices = tuple(choices)
-    if value not in choices:
+    if value not in choices or (isinstance(value, bool) and 1 in choices):  # True == 1
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
@@ -171,6 +171,14 @@ def check_row_values(
             raise ValueError(f"{name}: expected finite numbers > 0, got {values.tolist()}")
 
 
+def check_values(name: str, values: Tensor, good: Tensor, expected: str) -> None:
+    """`good` of each value, where the host may look at it; the error shows the first that is not."""
+    if values_are_checked(values.device) and not bool(good.all()):
+        index = tuple((~good).nonzero()[0].tolist())
+        value = values[index].tolist()
+        raise ValueError(f"{name}: expected {expected}, got {value} at {list(index)}")
+
+
 def check_indices(name: str, index: Tensor, count: int, device: torch.device) -> None:
     """Rising indices below `count`; their values where the host may look at them."""
     require_tensor(name, index)
@@ -193,10 +201,8 @@ def check_row_numbers(name: str, rows: Tensor, targets: Tensor, used: Tensor, co
     require_same_device("targets", targets, **{name: rows})
     if count == 0 and rows.numel():
         raise ValueError(f"{name}: expected no rows, since there are none to take, got {describe(rows)}")
-    if values_are_checked(rows.device):
-        bad = rows[used & ((rows < 0) | (rows >= count))]
-        if bad.numel():
-            raise ValueError(f"{name}: expected rows in [0, {count}) where targets are not ignored, got {bad.tolist()}")
+    good = ~used | ((rows >= 0) & (rows < count))
+    check_values(name, rows, good, f"rows in [0, {count}) where targets are not ignored")
 
 
 def require_tokens(name: str, value: Tensor, mask: Tensor | None) -> None:

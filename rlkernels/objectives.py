@@ -435,4 +435,5 @@ class Reinforce(Objective):
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
         nowhere = torch.zeros_like(tokens.mask)
         ratio = limited_exp(self.clamped_log_ratio(tokens))
-        return PolicyTerms(-tokens.advantages * tokens.logp, ratio, nowhere, nowhere)
+        loss = torch.where(tokens.advantages == 0, 0, -tokens.advantages * tokens.logp)  # not 0 * -inf
+        return PolicyTerms(loss, ratio, nowhere, nowhere)

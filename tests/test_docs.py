@@ -8,11 +8,12 @@ import pkgutil
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import rlkernels
-from rlkernels import RECIPES, Objective
+from rlkernels import RECIPES, Objective, credit
 
 ROOT = Path(__file__).parent.parent
 MODULES = [
@@ -28,9 +29,10 @@ def test_docstring_examples(name: str) -> None:
     assert result.failed == 0
 
 
-def test_every_public_function_has_an_example() -> None:
-    for name in rlkernels.__all__:
-        public = getattr(rlkernels, name)
+@pytest.mark.parametrize("module", [rlkernels, credit], ids=lambda module: module.__name__)
+def test_every_public_function_has_an_example(module: ModuleType) -> None:
+    for name in module.__all__:
+        public = getattr(module, name)
         if callable(public) and not isinstance(public, type):
             assert ">>>" in public.__doc__, name
 

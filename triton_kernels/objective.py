@@ -147,7 +147,7 @@ def policy_terms(options, logp, d, x, a, rate, length, KIND: tl.constexpr, CLIPS
             nowhere,
         )
     if KIND == REINFORCE:
-        return -a * logp, nothing, -a, ratio, dratio, nowhere, nowhere
+        return tl.where(a == 0.0, 0.0, -a * logp), nothing, -a, ratio, dratio, nowhere, nowhere  # not 0 * -inf
     ratio_cap = tl.load(options + RATIO_CAP)
     clip, clip_slope = clamped(ratio, ratio_min, ratio_max)
     free = -tl.where(ratio > ratio_cap, ratio_cap, ratio) * a

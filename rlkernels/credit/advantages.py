@@ -124,7 +124,7 @@ def mixed_groups(rewards: Tensor, groups: int | Tensor) -> Tensor:
 
         keep_i = (rewards of i's group are not all equal)
 
-    A group of one is not kept: its advantage is 0. NaN rewards (rejected responses) take no part.
+    A group of one is not kept: its advantage is 0. NaN rewards (rejected responses) take no part and are not kept.
 
     Args:
         rewards: `[B]`, float or integer.
@@ -145,7 +145,7 @@ def mixed_groups(rewards: Tensor, groups: int | Tensor) -> Tensor:
         [False, False, True, True]
     """
     centred = group_advantages(rewards, groups, scale="none")
-    return Groups(groups, rewards.shape[0], rewards.device).count(centred != 0) > 0
+    return (Groups(groups, rewards.shape[0], rewards.device).count(centred != 0) > 0) & rewards.isfinite()
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, *, factor: float = 1.0) -> Tensor:
@@ -180,5 +180,5 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, *, fa
     checks.require_number("factor", factor, at_least=0.0)
     if buffer_length > max_length:
         raise ValueError(f"buffer_length: expected at most max_length {max_length}, got {buffer_length}")
-    excess = lengths.to(result_dtype(lengths)) - (max_length - buffer_length)
+    excess = lengths.detach().to(result_dtype(lengths)) - (max_length - buffer_length)
     return 0 - factor * excess.clamp(min=0) / buffer_length  # 0, not -0

@@ -60,6 +60,6 @@ def _scores(satisfied: Tensor) -> tuple[Tensor, Tensor]:
     checks.require_sizes("satisfied", satisfied, "B", "K")
     scores = satisfied.detach().to(result_dtype(satisfied))
     is_judged = ~scores.isnan()
-    if checks.values_are_checked(scores.device) and bool((is_judged & ((scores < 0) | (scores > 1))).any()):
-        raise ValueError(f"satisfied: expected numbers in [0, 1] or NaN, got {satisfied.tolist()}")
+    good = ~is_judged | ((scores >= 0) & (scores <= 1))
+    checks.check_values("satisfied", scores, good, "numbers in [0, 1] or NaN")
     return scores, is_judged

@@ -52,7 +52,7 @@ def counterfactual_contrast(
         ignore_index: label of targets that give 0; their logits are not read.
 
     Returns:
-        Like `targets`, or `[K, ...]`; float32 (float64 for float64 logits), nats, detached.
+        Like `targets`, or `[K, ...]`; float32 (float64 where a log-probability is), nats, detached.
 
     Raises:
         TypeError, ValueError: naming the argument. Labels, rows and temperatures on a GPU are checked only under
@@ -212,7 +212,7 @@ def _contrast(
 
     def difference(vectors: Tensor, rows: Tensor | None) -> Tensor:
         counterfactual = logp("without", vectors, rows)
-        return torch.where(used, (factual - counterfactual).to(counterfactual.dtype), 0)
+        return torch.where(used, factual - counterfactual, 0)
 
     if rows_without is None:
         if vectors_without.ndim == targets.ndim + 2 and vectors_without.shape[0]:
@@ -258,8 +258,8 @@ def contrast_by_span(contrast: Tensor, spans: Tensor, *, mask: Tensor | None = N
     checks.require_same_device("contrast", contrast, spans=spans)
     checks.require_choice("reduction", reduction, ("mean", "sum"))
     begin, end = spans.unbind(-1)
-    if checks.values_are_checked(spans.device) and bool(((begin < 0) | (end < begin) | (end > length)).any()):
-        raise ValueError(f"spans: expected 0 <= first <= end <= {length}, got {spans.tolist()}")
+    good = (begin >= 0) & (begin <= end) & (end <= length)
+    checks.check_values("spans", spans, good, f"0 <= first <= end <= {length}")
     valid = torch.ones_like(contrast, dtype=torch.bool) if mask is None else mask != 0
     values = wide(contrast.detach())
     positions = torch.arange(length, device=contrast.device)

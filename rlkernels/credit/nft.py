@@ -35,8 +35,7 @@ def success_rates(correct: Tensor, groups: int | Tensor) -> Tensor:
         >>> success_rates(torch.tensor([1, 0, 0, 1, 1, 1]), groups=3).tolist()
         [0.3333333432674408, 0.3333333432674408, 0.3333333432674408, 1.0, 1.0, 1.0]
     """
-    checks.require_tensor("correct", correct)
-    checks.require_sizes("correct", correct, "B")
+    checks.require_reals("correct", correct, "B")
     values = wide(correct.detach())
     group = Groups(groups, values.shape[0], values.device)
     rate = group.count(values > 0).to(values.dtype) / group.count(~values.isnan()).clamp(min=1)

@@ -61,5 +61,4 @@ def check_responses(token_ids: Tensor, lengths: Tensor) -> None:
     rows, width = token_ids.shape
     checks.require_shape("lengths", lengths, (rows,))
     checks.require_same_device("token_ids", token_ids, lengths=lengths)
-    if checks.values_are_checked(lengths.device) and bool(((lengths < 0) | (lengths > width)).any()):
-        raise ValueError(f"lengths: expected values in [0, {width}], got {lengths.tolist()}")
+    checks.check_values("lengths", lengths, (lengths >= 0) & (lengths <= width), f"values in [0, {width}]")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.functional import logsigmoid
 
 from rlkernels import checks
 from rlkernels.credit import whitening
@@ -172,13 +172,14 @@ def implicit_prm_loss(logp: Tensor, ref_logp: Tensor, mask: Tensor, outcomes: Te
     checks.require_number("beta", beta, above=0.0)
     labels = wide(outcomes.detach())
     labelled = labels.isfinite()
-    if checks.values_are_checked(outcomes.device) and bool((labelled & ((labels < 0) | (labels > 1))).any()):
-        raise ValueError(f"outcomes: expected numbers in [0, 1], got {outcomes.tolist()}")
+    checks.check_values("outcomes", outcomes, ~labelled | ((labels >= 0) & (labels <= 1)), "numbers in [0, 1]")
     used = (mask != 0) & labelled[:, None]
     # selected before the difference: a gradient must not meet what a masked entry holds
     log_ratio = torch.where(used, wide(logp), 0) - torch.where(used, wide(ref_logp.detach()), 0)
-    losses = binary_cross_entropy_with_logits(
-        beta * log_ratio.sum(-1), torch.where(labelled, labels, 0), reduction="none"
+    score = beta * log_ratio.sum(-1)
+    # a token of probability 0 costs nothing where the outcome is 0
+    losses = -sum(
+        torch.where(label > 0, label * logsigmoid(x), 0) for label, x in ((labels, score), (1 - labels, -score))
     )
     loss = torch.where(labelled, losses, 0).sum() / labelled.sum().clamp(min=1)
     return loss.to(result_dtype(logp))
@@ -189,7 +190,7 @@ def accuracy_filter(accuracies: Tensor, groups: int | Tensor, *, low: float = 0.
 
         keep_i = (low <= mean accuracy of i's group <= high)
 
-    Accuracies that are not finite take no part; a group without any is not kept.
+    Accuracies that are not finite (rejected responses) take no part and are not kept.
 
     Args:
         accuracies: `[B]`, usually 0 or 1.
@@ -217,5 +218,7 @@ def accuracy_filter(accuracies: Tensor, groups: int | Tensor, *, low: float = 0.
     group = Groups(groups, values.shape[0], values.device)
     valid = values.isfinite()
     count = group.sum(valid.to(values.dtype))
-    mean = group.sum(torch.where(valid, values, 0)) / count  # NaN, and so not kept, where none is valid
-    return (mean >= low) & (mean <= high)
+    mean = group.sum(torch.where(valid, values, 0)) / count
+    # a bound is rounded as the accuracies are, so that it is inclusive
+    mean, bounds = mean.to(result_dtype(accuracies)), mean.new_tensor([low, high]).to(result_dtype(accuracies))
+    return valid & (mean >= bounds[0]) & (mean <= bounds[1])

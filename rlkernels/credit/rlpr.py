@@ -49,11 +49,9 @@ def debias_reward(
     checks.require_number("format_coefficient", format_coefficient, at_least=0.0, at_most=1.0)
     debiased = (wide(rewards.detach()) - wide(base_rewards.detach())).clamp(0, 1)
     if format_rewards is not None:
-        checks.require_tensor("format_rewards", format_rewards)
-        checks.require_shape("format_rewards", format_rewards, tuple(rewards.shape))
-        checks.require_same_device("rewards", rewards, format_rewards=format_rewards)
+        checks.require_like("rewards", rewards, format_rewards=format_rewards)
         debiased = (1 - format_coefficient) * debiased + format_coefficient * wide(format_rewards.detach())
-    return debiased.to(result_dtype(rewards))
+    return debiased.to(result_dtype(rewards, base_rewards))
 
 
 class StdFilter:
@@ -62,9 +60,9 @@ class StdFilter:
         keep_i = std_g >= scale mean;    after each step: mean <- decay mean + (1 - decay) (the step's mean std)
 
     The first `skipped` steps are not looked at. The next `warmup` steps form the plain mean of their mean standard
-    deviations; every response is kept until then. A step is measured against the mean of the steps before it, and
-    enters the mean with all its prompts, those that it drops included. Groups with fewer than two rewards that are
-    finite count as nothing and are dropped once the filter works. No synchronisation with the host.
+    deviations; every response but rejected ones (NaN) is kept until then. A step is measured against the mean of the
+    steps before it, and enters the mean with all its prompts, those that it drops included. Groups with fewer than two
+    rewards that are finite count as nothing and are dropped once the filter works. No synchronisation with the host.
 
     Args:
         scale: >= 0 (beta).
@@ -100,7 +98,7 @@ class StdFilter:
         """`[B]` bool; `rewards` and `groups` as in `group_std`, of a whole step."""
         std = wide(group_std(rewards, groups))
         self.step += 1
-        keep = torch.ones_like(std, dtype=torch.bool)
+        keep = rewards.isfinite()
         if self.step <= self.skipped:
             return keep
         self.mean, self.averaged = self.mean.to(std), self.averaged.to(std)
@@ -109,7 +107,7 @@ class StdFilter:
         new = torch.where(has_spread, std, 0).sum() / rows.clamp(min=1)
         filters = self.step > self.skipped + self.warmup
         if filters:
-            keep = has_spread & (std >= self.scale * self.mean)
+            keep = keep & has_spread & (std >= self.scale * self.mean)
         share = 1 / (self.averaged + 1)
         if filters:
             share = torch.where(self.averaged == 0, share, 1 - self.decay)

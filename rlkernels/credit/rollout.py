@@ -36,7 +36,8 @@ def rollout_weights(
     Args:
         old_logp: `[B, T]` float: the trainer's log-probabilities before the update.
         rollout_logp: `[B, T]` float: those that the engine returned with the samples.
-        mask: `[B, T]`, nonzero = trained. Nothing is read where it is 0; the weight there is 1.
+        mask: `[B, T]`, nonzero = trained. Nothing is read where it is 0; the weight there, and of an empty response,
+            is 1.
         level, mode: as above.
         high, low: bounds of the weight, `0 <= low < high`, None for none; at a bound itself a weight stays.
 
@@ -82,4 +83,5 @@ def rollout_weights(
         weights = torch.where((weights >= bottom) & (weights <= top), weights, 0)
     elif low is not None or high is not None:
         weights = weights.clamp(low, high)
-    return weights.to(result_dtype(old_logp, rollout_logp))
+    has_ratio = trained if level == "token" else trained.any(-1, keepdim=True)
+    return torch.where(has_ratio, weights, 1).to(result_dtype(old_logp, rollout_logp))

@@ -32,7 +32,7 @@ def compression_reward(
     are clamped; one that is not finite (the response named none that could be read) counts as 1.
 
     Args:
-        success: any shape, nonzero = succeeded. SkillZero gives the bonus at every eighth step only: pass
+        success: any shape, > 0 = succeeded. SkillZero gives the bonus at every eighth step only: pass
             `success & applied`.
         compression: success's shape, float or integer.
         coef: >= 0.
@@ -61,7 +61,7 @@ def compression_reward(
     values = wide(compression.detach())
     low, high = (1.0, largest_factor) if convention == "factor" else (1 / largest_factor, 1.0)
     values = torch.where(values.isfinite(), values, 1.0).clamp(low, high)
-    return torch.where(success != 0, coef * values.log(), 0).to(result_dtype(compression))
+    return torch.where(success > 0, coef * values.log(), 0).to(result_dtype(compression))
 
 
 def skill_budget(skills: int, stages: int) -> list[int]:
@@ -112,8 +112,8 @@ def budget_at_step(budgets: Sequence[int], step: int, total_steps: int) -> int:
         >>> [budget_at_step([6, 3, 0], step, 180) for step in (1, 60, 61, 180)]
         [6, 6, 3, 0]
     """
-    if not len(budgets):
-        raise ValueError("budgets: expected at least one stage, got none")
+    if not isinstance(budgets, Sequence) or not len(budgets):
+        raise ValueError(f"budgets: expected a sequence of at least one stage, got {budgets!r}")
     _require_count("total_steps", total_steps, at_least=1)
     _require_count("step", step, at_least=1, at_most=total_steps)
     return budgets[(step - 1) * len(budgets) // total_steps]
@@ -154,6 +154,9 @@ def select_skills(
         >>> select_skills([0.6, 0.5, 0.9], [0.5, 0.5, 0.6], budget=2)
         [2, 0]
     """
+    for name, accuracies in (("acc_with", acc_with), ("acc_without", acc_without)):
+        if not isinstance(accuracies, Sequence) or not all(isinstance(x, numbers.Real) for x in accuracies):
+            raise TypeError(f"{name}: expected a sequence of numbers, got {accuracies!r}")
     if len(acc_with) != len(acc_without):
         raise ValueError(f"acc_without: expected {len(acc_with)} accuracies like acc_with, got {len(acc_without)}")
     _require_count("budget", budget, at_least=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -71,6 +72,8 @@ def tool_output_mask(
 
 
 def _tag(name: str, tokens: Sequence[int]) -> list[int]:
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str):
+        raise TypeError(f"{name}: expected a sequence of token ids, got {checks.describe(tokens)}")
     tokens = list(tokens)
     if not tokens or any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
         raise ValueError(f"{name}: expected token ids, at least one, got {tokens!r}")
@@ -78,17 +81,26 @@ def _tag(name: str, tokens: Sequence[int]) -> list[int]:
 
 
 def _inside_spans(spans: Sequence[Sequence[tuple[int, int]]], rows: int, width: int, device: torch.device) -> Tensor:
+    if not isinstance(spans, Sequence):
+        raise TypeError(f"spans: expected a sequence for each row, got {checks.describe(spans)}")
     if len(spans) != rows:
         raise ValueError(f"spans: expected one sequence for each of {rows} rows, got {len(spans)}")
     # +1 where a span starts, -1 behind its end; spans may overlap
     steps = torch.zeros(rows, width + 1, dtype=torch.int32)
     for row, pairs in enumerate(spans):
-        for start, end in pairs:
+        for pair in pairs if isinstance(pairs, Sequence) else [pairs]:
+            if not _is_pair_of_ints(pair):
+                raise TypeError(f"spans: expected pairs of ints, got {pair!r} in row {row}")
+            start, end = pair
             if not 0 <= start <= end <= width:
                 raise ValueError(f"spans: expected 0 <= start <= end <= {width}, got {(start, end)} in row {row}")
             steps[row, start] += 1
             steps[row, end] -= 1
     return (steps.cumsum(1)[:, :-1] > 0).to(device)
+
+
+def _is_pair_of_ints(pair: object) -> bool:
+    return isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(x, numbers.Integral) for x in pair)
 
 
 def _inside_tags(token_ids: Tensor, used: Tensor, opening: list[int], closing: list[int]) -> Tensor:
@@ -115,12 +127,22 @@ def _ends_of(token_ids: Tensor, used: Tensor, tag: list[int]) -> Tensor:
     return ends
 
 
-def outcome_reward(correct: Tensor | Sequence[bool | None]) -> Tensor:
+def _numbers(name: str, answers: Sequence[float | None]) -> list[float]:
+    expected = "a tensor, or a sequence of bools, numbers and None"
+    if not isinstance(answers, Sequence) or isinstance(answers, str):
+        raise TypeError(f"{name}: expected {expected}, got {checks.describe(answers)}")
+    for answer in answers:
+        if not (answer is None or isinstance(answer, numbers.Real)):
+            raise TypeError(f"{name}: expected {expected}, got {answer!r} in it")
+    return [0.0 if answer is None else float(answer) for answer in answers]
+
+
+def outcome_reward(correct: Tensor | Sequence[float | None]) -> Tensor:
     """1 for a right answer, -1 for a wrong one or one that cannot be read.
 
     Args:
-        correct: `[B]`, any dtype, > 0 where the answer is right, or a sequence of bools, None where no answer could be
-            read. NaN (a rejected response) stays NaN.
+        correct: `[B]`, any dtype, or a sequence of bools or numbers: > 0 where the answer is right. None where no
+            answer could be read. NaN (a rejected response) stays NaN.
 
     Returns:
         `[B]`, float32 (float64 for float64 `correct`).
@@ -136,8 +158,7 @@ def outcome_reward(correct: Tensor | Sequence[bool | None]) -> Tensor:
         [1.0, -1.0, -1.0]
     """
     if not isinstance(correct, Tensor):
-        correct = torch.tensor([bool(answer) for answer in correct])
-    checks.require_tensor("correct", correct)
-    checks.require_sizes("correct", correct, "B")
+        correct = torch.tensor(_numbers("correct", correct))
+    checks.require_reals("correct", correct, "B")
     values = wide(correct.detach())
     return torch.where(values.isnan(), values, torch.where(values > 0, 1.0, -1.0)).to(result_dtype(correct))

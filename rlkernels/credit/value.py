@@ -33,7 +33,8 @@ def generalized_advantages(
 
     Args:
         rewards: `[B]` float: a response's reward, paid at its last trained token; NaN (a rejected response) gives
-            advantage 0 and the values themselves as returns. Or `[B, T]`: a token's; not read where the mask is 0.
+            advantage 0 and the values themselves as returns; leave it out of the mask too, or whitening would move its
+            0. Or `[B, T]`: a token's; not read where the mask is 0.
         values: `[B, T]` float, the critic's, before each token.
         mask: `[B, T]`, nonzero = trained.
         gamma, lam: in [0, 1].
