@@ -207,6 +207,7 @@ def test_groups_are_independent_and_centred(rows: list[tuple[int, float]]) -> No
         ({"rewards": [0.0, 1.0]}, TypeError, "rewards"),
         ({"scale": "max"}, ValueError, "scale"),
         ({"ddof": 2}, ValueError, "ddof"),
+        ({"ddof": True}, ValueError, "ddof"),
         ({"eps": -1.0}, ValueError, "eps"),
         ({"groups": 3}, ValueError, "groups"),
     ],
@@ -220,6 +221,22 @@ def test_bad_advantage_arguments(arguments: dict, error: type[Exception], name: 
 def test_mixed_groups_drops_singletons() -> None:
     rewards, groups = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.3]), torch.tensor([0, 0, 1, 1, 2])
     assert mixed_groups(rewards, groups).tolist() == [True, True, False, False, False]
+
+
+def test_rejected_responses_are_not_kept() -> None:
+    rewards = torch.tensor([1.0, 0.0, torch.nan, 1.0, 1.0, torch.nan])
+    assert mixed_groups(rewards, 3).tolist() == [True, True, False, False, False, False]
+
+
+def test_overlong_penalty_has_no_gradient() -> None:
+    assert not overlong_penalty(torch.tensor([8.0, 10.0], requires_grad=True), 10, 4).requires_grad
+
+
+def test_a_bad_value_is_shown_with_its_place() -> None:
+    lengths = torch.full((1000,), 3)
+    lengths[700] = 9
+    with pytest.raises(ValueError, match=r"lengths: expected values in \[0, 5\], got 9 at \[700\]$"):
+        prefix_set_counts(torch.zeros(1000, 5, dtype=torch.int64), lengths, 10)
 
 
 def test_overlong_penalty_needs_a_buffer_within_the_length() -> None:

@@ -195,13 +195,28 @@ def test_reward_model_loss_edges() -> None:
         implicit_prm_loss(logp, torch.zeros(2, 3), mask, torch.ones(2), beta=0.0)
 
 
+def test_an_impossible_token_is_certain_failure() -> None:
+    logp = torch.tensor([[-1.0, -torch.inf], [-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
+    loss = implicit_prm_loss(logp, torch.full_like(logp, -1.0), torch.ones(2, 2), torch.tensor([0.0, 1.0]), beta=1.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log1p(math.e) / 2)
+    assert logp.grad.isfinite().all() and (logp.grad[0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_accuracies_at_a_bound_are_kept(dtype: torch.dtype) -> None:
+    assert accuracy_filter(torch.full((4,), 0.8, dtype=dtype), 4, low=0.0, high=0.8).all()
+    assert accuracy_filter(torch.tensor([1, 1, 1, 1, 0], dtype=dtype), 5, low=0.8, high=0.8).all()
+    assert accuracy_filter(torch.tensor([1, 0, torch.nan], dtype=dtype), 3).tolist() == [True, True, False]
+
+
 def test_accuracy_filter() -> None:
     ragged = torch.tensor([3, 1, 3, 3, 1, 3, 3, 2])
     accuracies = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, math.nan])
     in_group_3 = ragged == 3  # 1 of 5 is 0.2, the bound included
-    assert torch.equal(accuracy_filter(accuracies, ragged), in_group_3)
+    assert torch.equal(accuracy_filter(accuracies, ragged), in_group_3 & accuracies.isfinite())
     assert accuracy_filter(accuracies, ragged, low=0.21).any().item() is False
-    assert accuracy_filter(torch.tensor([1.0, math.nan, 0.0]), 3).tolist() == [True] * 3
+    assert accuracy_filter(torch.tensor([1.0, math.nan, 0.0]), 3).tolist() == [True, False, True]
     with pytest.raises(ValueError, match="high"):
         accuracy_filter(accuracies, ragged, low=0.5, high=0.4)
 

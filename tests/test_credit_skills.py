@@ -29,6 +29,11 @@ def test_no_reward_for_failures_and_what_cannot_be_read(convention: str) -> None
     assert actual.tolist() == [0.0] * 4 and not actual.requires_grad
 
 
+def test_what_did_not_succeed_has_no_bonus() -> None:
+    success = torch.tensor([1.0, 0.0, -1.0, torch.nan])
+    assert (compression_reward(success, torch.full((4,), 2.0)) > 0).tolist() == [True, False, False, False]
+
+
 def test_bad_compression_arguments() -> None:
     success, compression = torch.ones(3), torch.ones(3)
     with pytest.raises(ValueError, match="success"):
@@ -87,6 +92,14 @@ def test_selection(options: dict, expected: list[int]) -> None:
 
 def test_ties_keep_their_order() -> None:
     assert select_skills([1.0, 1.0, 1.0], [0.5, 0.0, 0.5], 3) == [1, 0, 2]
+
+
+@pytest.mark.parametrize("accuracies", [None, ["a"], 0.5], ids=str)
+def test_accuracies_that_are_none(accuracies: object) -> None:
+    with pytest.raises(TypeError, match="acc_with"):
+        select_skills(accuracies, [0.5], budget=1)
+    with pytest.raises(ValueError, match="budgets"):
+        budget_at_step(6, 1, 10)
 
 
 def test_bad_selection_arguments() -> None:

@@ -94,6 +94,27 @@ def test_bad_mask_arguments(options: dict, error: type[Exception], name: str) ->
         tool_output_mask(torch.ones(2, 3), **options)
 
 
+def test_outcomes_of_a_list() -> None:
+    assert outcome_reward([-1, 1, 0, 0.5]).tolist() == [-1.0, 1.0, -1.0, 1.0]
+    assert outcome_reward([math.nan])[0].isnan()
+    for wrong in (None, "yes", ["yes"]):
+        with pytest.raises(TypeError, match="correct"):
+            outcome_reward(wrong)
+
+
+@pytest.mark.parametrize("spans", [3, [3], [[(1, 2)], [(1.5, 2)]], [[(1, 2)], [(1, 2, 3)]]], ids=str)
+def test_spans_that_are_none(spans: object) -> None:
+    with pytest.raises((TypeError, ValueError), match="spans"):
+        tool_output_mask(torch.ones(2, 4), spans=spans)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_weights_where_nothing_is_trained(level: str) -> None:
+    logp, mask = torch.zeros(2, 3), torch.tensor([[1, 1, 0], [0, 0, 0]])
+    weights = rollout_weights(logp, logp, mask, level=level, mode="mask", low=1.5).expand(2, 3)
+    assert (weights[1] == 1).all() and (weights[0, :2] == 0).all()
+
+
 def test_outcomes() -> None:
     assert outcome_reward([True, None, False]).tolist() == [1.0, -1.0, -1.0]
     assert outcome_reward([]).shape == (0,)

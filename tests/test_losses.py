@@ -650,6 +650,15 @@ def test_variance_of_ratios_near_one(backend: str, generator: Generator) -> None
     assert equal["ratio_variance"].item() == pytest.approx(0.0, abs=1e-6)
 
 
+def test_an_impossible_token_without_advantage(backend: str) -> None:
+    """0 times its log-probability would be NaN."""
+    logp = torch.tensor([[-1.0, -torch.inf]], requires_grad=True)
+    batch = PolicyBatch(None, torch.tensor([[2.0, 0.0]]))
+    loss = rlkernels.logp_policy_loss(logp, batch, "verifree").loss
+    assert loss.item() == pytest.approx(2.0)
+    assert torch.autograd.grad(loss, logp)[0].tolist() == [[-2.0, 0.0]]
+
+
 def test_variance_of_huge_ratios_is_finite(backend: str) -> None:
     batch = PolicyBatch(None, torch.ones(1), old_logp=torch.tensor([[-200.0, -1.0]]))
     metrics = rlkernels.logp_policy_loss(torch.full((1, 2), -1.0), batch, "grpo").metrics

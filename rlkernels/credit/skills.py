@@ -120,8 +120,8 @@ def budget_at_step(budgets: Sequence[int], step: int, total_steps: int) -> int:
 
 
 def select_skills(
-    acc_with: Sequence[float],
-    acc_without: Sequence[float],
+    acc_with: Sequence[float] | Tensor,
+    acc_without: Sequence[float] | Tensor,
     budget: int,
     *,
     filter: bool = True,
@@ -154,17 +154,22 @@ def select_skills(
         >>> select_skills([0.6, 0.5, 0.9], [0.5, 0.5, 0.6], budget=2)
         [2, 0]
     """
-    for name, accuracies in (("acc_with", acc_with), ("acc_without", acc_without)):
-        if not isinstance(accuracies, Sequence) or not all(isinstance(x, numbers.Real) for x in accuracies):
-            raise TypeError(f"{name}: expected a sequence of numbers, got {accuracies!r}")
+    acc_with, acc_without = _numbers("acc_with", acc_with), _numbers("acc_without", acc_without)
     if len(acc_with) != len(acc_without):
         raise ValueError(f"acc_without: expected {len(acc_with)} accuracies like acc_with, got {len(acc_without)}")
     _require_count("budget", budget, at_least=0)
-    deltas = [float(with_skill) - float(without) for with_skill, without in zip(acc_with, acc_without, strict=True)]
+    deltas = [with_skill - without for with_skill, without in zip(acc_with, acc_without, strict=True)]
     kept = [k for k, delta in enumerate(deltas) if not filter or delta > 0 or (keep_neutral and delta == 0)]
     if rank:
         kept.sort(key=lambda k: math.inf if math.isnan(deltas[k]) else -deltas[k])
     return kept[:budget]
+
+
+def _numbers(name: str, values: Sequence[float] | Tensor) -> list[float]:
+    listed = values.tolist() if isinstance(values, Tensor) else values
+    if not isinstance(listed, Sequence) or not all(isinstance(x, numbers.Real) for x in listed):
+        raise TypeError(f"{name}: expected a sequence of numbers, got {checks.describe(values)}")
+    return [float(x) for x in listed]
 
 
 def _require_count(name: str, value: int, *, at_least: int, at_most: float = math.inf) -> None:
