@@ -2,8 +2,8 @@
 
     cov_t = (A_t - mean A) (logp_t - mean logp),   means over the trained tokens of the batch
 
-They need the whole batch: the losses of micro-batches do not add up to the big batch's. No number of tokens is read by
-the host. Notation as in `rlkernels.objectives`.
+They need the whole batch: the losses of micro-batches do not add up to the big batch's. A token of weight 0 takes part
+with the advantage 0. The host reads no number of tokens. Notation as in `rlkernels.objectives`.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class DPPO(Objective):
         if self.divergence == "tv":
             return q - p > self.threshold_low, p - q > self.threshold_high
         others = ((1e-8 - torch.expm1(old_logp)) / (1e-8 - torch.expm1(logp))).log()
-        kl = q * (old_logp - logp) - torch.expm1(old_logp) * others
+        kl = torch.where(q == 0, 0, q * (old_logp - logp)) - torch.expm1(old_logp) * others
         return (p < q) & (kl > self.threshold_low), (p > q) & (kl > self.threshold_high)
 
 

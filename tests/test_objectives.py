@@ -277,9 +277,27 @@ def test_fields_are_checked(make: Callable[[], Any], name: str) -> None:
 
 def test_certain_tokens_have_a_finite_divergence() -> None:
     """p = 1 and q = 1: 0 * log 0 is 0."""
-    for logp, old in ((0.0, -1.0), (-1.0, 0.0), (0.0, 0.0), (-200.0, 0.0), (1e-6, 0.0)):
+    for logp, old in ((0.0, -1.0), (-1.0, 0.0), (0.0, 0.0), (-200.0, 0.0), (1e-6, 0.0), (-1.0, -math.inf)):
         leaf = torch.tensor([[logp]], requires_grad=True)
         for a in (1.0, -1.0):
             batch = PolicyBatch(None, torch.tensor([a]), old_logp=torch.tensor([[old]]))
             out = rlkernels.logp_policy_loss(leaf, batch, "dppo_kl")
             assert out.loss.isfinite() and torch.autograd.grad(out.loss, leaf)[0].isfinite().all()
+
+
+def test_an_impossible_token_has_left_the_trust_region() -> None:
+    """q = 0: p log (p / q) has no part in it, (1 - q) log ((1 - q) / (1 - p)) has."""
+    batch = PolicyBatch(None, torch.tensor([1.0]), old_logp=torch.tensor([[-math.inf]]))
+    for name in ("dppo_tv", "dppo_kl"):
+        assert rlkernels.logp_policy_loss(torch.tensor([[-0.5]]), batch, name).loss == 0
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0,)], ids=str)
+@pytest.mark.parametrize("name", ["vespo", "luspo", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov"])
+def test_no_token_at_all(name: str, shape: tuple[int, ...]) -> None:
+    logp = torch.zeros(shape, requires_grad=True)
+    batch = PolicyBatch(None, torch.ones(shape[0] if len(shape) == 2 else 1), mask=torch.ones(shape))
+    out = rlkernels.logp_policy_loss(logp, batch, name)
+    out.loss.backward()
+    assert out.loss == 0
+    assert all(math.isfinite(value) for value in out.metrics.values())

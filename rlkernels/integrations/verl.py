@@ -314,7 +314,7 @@ def patch_fused_forward() -> None:
             raise RuntimeError(f"this version of verl cannot be patched (0.9.1 can): {module.__name__} has no {name}")
     original = kernel.linear_cross_entropy
     for module in [module for name, module in sys.modules.items() if name.startswith("verl.")]:
-        if getattr(module, "linear_cross_entropy", None) == original:
+        if getattr(module, "linear_cross_entropy", None) is original:
             _replace(module, "linear_cross_entropy", linear_cross_entropy)
     _replace(fused_linear.FusedLinearForPPO, "forward", _fused_linear_forward)
     _replace(models, "patch_forward_with_backends", _checking_model(models.patch_forward_with_backends))
