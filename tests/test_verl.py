@@ -369,12 +369,15 @@ def test_names_imported_elsewhere_are_replaced_too(monkeypatch: pytest.MonkeyPat
     from verl.utils.kernel import linear_cross_entropy as kernel
 
     original = kernel.linear_cross_entropy
-    importer = SimpleNamespace(linear_cross_entropy=original)
-    monkeypatch.setitem(sys.modules, "verl.models.mcore.model_forward_fused", importer)
+    before = SimpleNamespace(linear_cross_entropy=original)
+    monkeypatch.setitem(sys.modules, "verl.models.mcore.model_forward_fused", before)
     integration.patch_fused_forward()
-    assert importer.linear_cross_entropy is kernel.linear_cross_entropy is integration.linear_cross_entropy
+    meanwhile = SimpleNamespace(linear_cross_entropy=kernel.linear_cross_entropy)
+    monkeypatch.setitem(sys.modules, "verl.models.mcore.model_forward_1f1b_overlap", meanwhile)
+    places = (kernel, before, meanwhile)
+    assert all(place.linear_cross_entropy is integration.linear_cross_entropy for place in places)
     integration.unpatch()
-    assert importer.linear_cross_entropy is kernel.linear_cross_entropy is original
+    assert all(place.linear_cross_entropy is original for place in places)
 
 
 def test_what_the_fused_head_refuses() -> None:

@@ -282,7 +282,7 @@ def fold_lambda_weights(data: Any, config: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------------
 # The fused head
 
-_originals: list[tuple[Any, str, Any]] = []  # (where, name, what stood there)
+_undo: list[Callable[[], None]] = []
 
 
 def patch_fused_forward() -> None:
@@ -301,7 +301,7 @@ def patch_fused_forward() -> None:
         >>> verl.patch_fused_forward()
         >>> verl.unpatch()
     """
-    if _originals:
+    if _undo:
         return
     kernel, fused_linear, models = map(_module, (_KERNEL, _FUSED_LINEAR, _MODEL_PATCH))
     wanted = (
@@ -312,10 +312,7 @@ def patch_fused_forward() -> None:
     for module, name in wanted:
         if not hasattr(module, name):
             raise RuntimeError(f"this version of verl cannot be patched (0.9.1 can): {module.__name__} has no {name}")
-    original = kernel.linear_cross_entropy
-    for module in [module for name, module in sys.modules.items() if name.startswith("verl.")]:
-        if getattr(module, "linear_cross_entropy", None) is original:
-            _replace(module, "linear_cross_entropy", linear_cross_entropy)
+    _swap_kernel(kernel.linear_cross_entropy, linear_cross_entropy)
     _replace(fused_linear.FusedLinearForPPO, "forward", _fused_linear_forward)
     _replace(models, "patch_forward_with_backends", _checking_model(models.patch_forward_with_backends))
 
@@ -327,13 +324,27 @@ def unpatch() -> None:
         >>> from rlkernels.integrations import verl
         >>> verl.unpatch()
     """
-    while _originals:
-        setattr(*_originals.pop())
+    while _undo:
+        _undo.pop()()
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
-    _originals.append((owner, name, getattr(owner, name)))
+    original = getattr(owner, name)
     setattr(owner, name, replacement)
+    _undo.append(lambda: setattr(owner, name, original))
+
+
+def _swap_kernel(old: Any, new: Any) -> None:
+    """Wherever verl's modules have `old`, and back again in those that import it in between too."""
+
+    def swap(old: Any, new: Any) -> None:
+        modules: list[Any] = [module for name, module in sys.modules.items() if name.startswith("verl.")]
+        for module in modules:
+            if getattr(module, "linear_cross_entropy", None) is old:
+                module.linear_cross_entropy = new
+
+    swap(old, new)
+    _undo.append(lambda: swap(new, old))
 
 
 def _module(name: str) -> Any:
