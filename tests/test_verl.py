@@ -16,6 +16,8 @@ from torch import Generator, Tensor
 pytest.importorskip("verl")
 
 import transformers
+from omegaconf import OmegaConf
+from tensordict import NonTensorStack, TensorDict
 from verl import DataProto
 from verl.models.transformers import monkey_patch
 from verl.trainer.ppo import core_algos
@@ -24,6 +26,7 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 import rlkernels
 from rlkernels.credit import prefix_set_counts
 from rlkernels.integrations import verl as integration
+from rlkernels.integrations.verl import fused_forward, lambda_grpo, policy_losses
 
 COUNTERPARTS = {
     "vanilla": "rlk_grpo",
@@ -287,6 +290,67 @@ def test_lambda_grpo_is_refused_where_it_would_be_untrue(generator: Generator) -
         integration.fold_lambda_weights(data, trainer_configuration())
 
 
+def test_lambda_grpo_of_a_trainer_with_a_transfer_queue(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's own `_compute_advantage`, on a queue that is a dictionary; responses of unequal lengths."""
+    queue = pytest.importorskip("transfer_queue")
+    v1 = pytest.importorskip("verl.trainer.ppo.v1")
+    lengths = torch.tensor([5, 3, 4, 5, 1, 2])
+    valid = torch.arange(5) < lengths[:, None]
+    uids = ["a", "a", "b", "a", "b", "b"]
+
+    def nested(rows: Tensor) -> Tensor:
+        return torch.nested.as_nested_tensor(
+            [row[: int(n)] for row, n in zip(rows, lengths, strict=True)], layout=torch.jagged
+        )
+
+    responses = torch.randint(2, (6, 5), generator=generator)
+    scores = torch.randn(6, 5, generator=generator)
+    fields = {"responses": nested(responses), "response_mask": nested(valid.long()), "rm_scores": nested(scores)}
+    stored = fields | {"uid": NonTensorStack(*uids)}
+    place = SimpleNamespace(keys=[f"{uid}_{i}_0" for i, uid in enumerate(uids)], partition_id="train")
+
+    class Batch(SimpleNamespace):
+        def __len__(self) -> int:
+            return len(self.keys)
+
+    def get(keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
+        return TensorDict({name: stored[name] for name in select_fields if name in stored}, batch_size=[6])
+
+    def put(keys: list[str], partition_id: str, fields: TensorDict) -> Batch:
+        stored.update({name: fields[name] for name in fields.keys()})  # noqa: SIM118
+        return Batch(**vars(place))
+
+    monkeypatch.setattr(queue, "kv_batch_get", get)
+    monkeypatch.setattr(queue, "kv_batch_put", put)
+
+    class Plain(v1.PPOTrainer):
+        pass
+
+    class Weighted(integration.LambdaGRPO, v1.PPOTrainer):
+        pass
+
+    config = OmegaConf.create(
+        {
+            "algorithm": {"use_kl_in_reward": False, "adv_estimator": "grpo", "gamma": 1.0, "lam": 1.0},
+            "actor_rollout_ref": {"rollout": {"n": 3}, "actor": {"use_kl_loss": False, "policy_loss": {}}},
+        }
+    )
+    found = []
+    for cls in (Plain, Weighted):
+        cls.__abstractmethods__ = frozenset()
+        trainer = object.__new__(cls)
+        trainer.config = config
+        trainer._compute_advantage(Batch(**vars(place)), metrics={})
+        found.append(stored.pop("advantages").to_padded_tensor(padding=0))
+    counts = prefix_set_counts(responses, lengths, torch.tensor([0, 0, 1, 0, 1, 1]))
+    assert (found[0] != 0).any() and (counts > 1).any()
+    torch.testing.assert_close(found[1], found[0] / counts)
+
+    place.keys[1] = "a_0_1"  # the first session's second output
+    with pytest.raises(ValueError, match="batch: expected one output a session"):
+        trainer._compute_advantage(Batch(**vars(place)), metrics={})
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # The fused forward
 
@@ -329,8 +393,8 @@ def test_fused_forward_of_a_model(backend: str, monkeypatch: pytest.MonkeyPatch)
     """verl's Triton kernel needs a GPU, so that all are compared with its PyTorch."""
     theirs = fused_gradients(tiny_model(), "torch")
     calls = []
-    stats = integration.linear_token_stats
-    monkeypatch.setattr(integration, "linear_token_stats", lambda *a, **k: calls.append(1) or stats(*a, **k))
+    stats = fused_forward.linear_token_stats
+    monkeypatch.setattr(fused_forward, "linear_token_stats", lambda *a, **k: calls.append(1) or stats(*a, **k))
     integration.patch_fused_forward()
     integration.patch_fused_forward()  # nothing new
     try:
@@ -388,5 +452,7 @@ def test_what_the_fused_head_refuses() -> None:
         integration.linear_cross_entropy(hidden, weight, labels, 1.0, "none", SimpleNamespace(size=lambda: 2))
 
 
-def test_docstring_examples() -> None:
-    assert doctest.testmod(integration).failed == 0
+@pytest.mark.parametrize("module", [fused_forward, lambda_grpo, policy_losses], ids=lambda module: module.__name__)
+def test_docstring_examples(module: Any) -> None:
+    result = doctest.testmod(module)
+    assert result.failed == 0 and result.attempted > 0
