@@ -7,6 +7,7 @@ from typing import Any
 
 
 def imported(name: str) -> Any:
+    """The module of this name; ImportError says what to install."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
