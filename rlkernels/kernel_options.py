@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rlkernels.objectives import CISPO, GMPO, GRPO, GSPO, LEVELS, NFT, SAPO, GSPOToken, Objective, Reinforce
+from rlkernels.objectives import CISPO, GMPO, GRPO, GSPO, LEVELS, LUSPO, NFT, SAPO, GSPOToken, Objective, Reinforce
 from rlkernels.ops.objective_options import (
     CISPO_KIND,
     CLIP,
@@ -62,6 +62,7 @@ def _nft(objective: NFT) -> dict[str, Any]:
 _FIELDS: dict[type[Objective], Callable[[Any], dict[str, Any]]] = {
     GRPO: _clip,
     GSPO: _clip,
+    LUSPO: _clip,
     GSPOToken: lambda objective: _clip(objective, CLIP_DETACHED),
     GMPO: _geometric,
     CISPO: _cispo,

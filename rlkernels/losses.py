@@ -147,7 +147,7 @@ def _parts_with_gradient_in_forward(
     rows: LinearRows, batch: PolicyBatch, recipe: Recipe, chunk_bytes: int
 ) -> list[PolicyBatch]:
     """See `rlkernels.schedules`; none where gradients are not formed in forward."""
-    is_known = isinstance(recipe.objective, Objective) and recipe.reduction != "none"
+    is_known = isinstance(recipe.objective, Objective) and recipe.objective.by_sequence and recipe.reduction != "none"
     # packed borders and `rows` would have to be read by the host
     is_padded = batch.cu_seqlens is None and batch.rows is None
     is_eager = not torch.compiler.is_compiling() and backends.choose(rows.hidden.device) != "reference"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class Tokens(NamedTuple):
     """What an objective sees: flat `[N]`, zero wherever `mask` is."""
 
     logp: Tensor
+    old_logp: Tensor
     log_ratio: Tensor  # logp - old_logp
     advantages: Tensor
     mask: Tensor  # bool
@@ -94,6 +95,8 @@ class Objective:
     kl_importance_weighted: bool = False
     entropy_coef: float = 0.0
     entropy_reduction: str = "token_mean"
+
+    by_sequence: ClassVar[bool] = True  # whether a sequence's terms need no other sequence of the batch
 
     def __post_init__(self) -> None:
         checks.require_choice("level", self.level, LEVELS)
@@ -231,6 +234,16 @@ class GSPOToken(GSPO):
     def surrogate_ratio(self, tokens: Tokens) -> Tensor:
         ratio = limited_exp(self.clamped_log_ratio(tokens)).detach()
         return ratio * (tokens.logp - tokens.logp.detach()).exp()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LUSPO(GSPO):
+    """GSPO, whose recipe sums over a sequence's tokens instead of averaging: every sequence weighs by its length.
+
+        mean_i n_i (surrogate of sequence i)
+
+    Source: LUSPO (2602.05261); as TRL's, whose clip range is the configuration's: this is GSPO's.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from rlkernels import checks
 from rlkernels.batch import PolicyBatch
-from rlkernels.objectives import CISPO, GMPO, GRPO, GSPO, NFT, SAPO, GSPOToken, Objective, Reinforce
+from rlkernels.covariance_objectives import ClipCov, KLCov
+from rlkernels.objectives import CISPO, GMPO, GRPO, GSPO, LUSPO, NFT, SAPO, GSPOToken, Objective, Reinforce
 from rlkernels.reductions import Normalizer
+from rlkernels.weighted_objectives import DPPO, DRO, VESPO
 
 ObjectiveFunction = Callable[[Tensor, PolicyBatch], Tensor]
 
@@ -38,6 +40,14 @@ RECIPES = {
     "nft": Recipe(NFT(), "token_sum", normalizer=1000.0),
     "reinforce": Recipe(Reinforce(), "token_mean"),
     "verifree": Recipe(Reinforce(), "seq_mean_token_sum"),
+    "gpg": Recipe(Reinforce(), "token_mean"),
+    "luspo": Recipe(LUSPO(), "seq_mean_token_sum"),
+    "vespo": Recipe(VESPO(), "token_mean"),
+    "dppo_tv": Recipe(DPPO(divergence="tv"), "token_mean"),
+    "dppo_kl": Recipe(DPPO(divergence="kl"), "token_mean"),
+    "dro": Recipe(DRO(beta=1.0), "token_mean"),
+    "clip_cov": Recipe(ClipCov(), "token_mean"),
+    "kl_cov": Recipe(KLCov(), "token_mean"),
 }
 
 _RECIPE_OF_CLASS = {
@@ -49,6 +59,12 @@ _RECIPE_OF_CLASS = {
     SAPO: "sapo",
     NFT: "nft",
     Reinforce: "reinforce",
+    LUSPO: "luspo",
+    VESPO: "vespo",
+    DPPO: "dppo_tv",
+    DRO: "dro",
+    ClipCov: "clip_cov",
+    KLCov: "kl_cov",
 }
 
 

@@ -83,6 +83,7 @@ def global_normalizer(
     group: dist.ProcessGroup | None = None,
     gradients: str = "mean",
     max_length: int | None = None,
+    count_empty: bool = True,
 ) -> Tensor:
     """The `normalizer` with which the losses of all micro-batches and ranks add up to one big batch's.
 
@@ -100,6 +101,7 @@ def global_normalizer(
         gradients: `"mean"` where the trainer averages gradients over ranks (DDP, FSDP), `"sum"` where it adds
             them.
         max_length: for `seq_mean_token_sum_norm`.
+        count_empty: whether sequences without a trained token are counted: TRL does, verl and OpenRLHF do not.
 
     Returns:
         0-d float32 on the masks' device. No synchronisation with the host.
@@ -126,9 +128,7 @@ def global_normalizer(
     parts = [masks] if isinstance(masks, Tensor | PolicyBatch) else list(masks)
     if not parts:
         raise ValueError("masks: expected at least one mask, got none")
-    counts = [_tokens_and_sequences(part) for part in parts]
-    tokens = torch.stack([tokens for tokens, _ in counts]).sum()
-    total = torch.stack([tokens, torch.full_like(tokens, sum(sequences for _, sequences in counts))])
+    total = torch.stack([_tokens_and_sequences(part, count_empty) for part in parts]).sum(0)
     ranks = 1
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total, group=group)
@@ -144,12 +144,19 @@ def global_normalizer(
     return count / ranks if gradients == "mean" else count
 
 
-def _tokens_and_sequences(part: Tensor | PolicyBatch) -> tuple[Tensor, int]:
+def _tokens_and_sequences(part: Tensor | PolicyBatch, count_empty: bool) -> Tensor:
+    """`[2]`, int64."""
     if isinstance(part, PolicyBatch):
         if part.mask is None:
             raise ValueError("masks: expected batches with a mask or targets, got one without")
-        return part.mask.sum(), Segments(tuple(part.mask.shape), part.cu_seqlens).count
-    checks.require_tensor("masks", part)
-    if part.ndim not in (1, 2):
-        raise ValueError(f"masks: expected shape [B, T] or [N], got {checks.describe(part)}")
-    return (part != 0).sum(), part.shape[0] if part.ndim == 2 else 1
+        mask, borders = part.mask, part.cu_seqlens
+    else:
+        checks.require_tensor("masks", part)
+        if part.ndim not in (1, 2):
+            raise ValueError(f"masks: expected shape [B, T] or [N], got {checks.describe(part)}")
+        mask, borders = part != 0, None
+    segments = Segments(tuple(mask.shape), borders)
+    lengths = segments.sum(mask.reshape(-1).to(torch.int64))
+    tokens = lengths.sum()
+    sequences = torch.full_like(tokens, segments.count) if count_empty else (lengths > 0).sum()
+    return torch.stack([tokens, sequences])

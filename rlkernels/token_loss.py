@@ -180,6 +180,7 @@ class _Packed:
         extras = {name: flat(value) for name, value in batch.extras.items()}
         self.tokens = Tokens(
             logp=self.logp,
+            old_logp=old_logp,
             log_ratio=self.logp - old_logp,
             advantages=advantages,
             mask=self.mask,

@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 import rlkernels
-from rlkernels import CISPO, GMPO, GRPO, GSPO, NFT, SAPO, GSPOToken, Objective, PolicyBatch, Reinforce
+from rlkernels import CISPO, GMPO, GRPO, GSPO, LUSPO, NFT, SAPO, GSPOToken, Objective, PolicyBatch, Reinforce
 from rlkernels.kernel_options import objective_options
 from rlkernels.ops import policy_objective as operation
 from rlkernels.ops import policy_sweep as sweep
@@ -35,6 +35,7 @@ OBJECTIVES: dict[str, Objective] = {
     "grpo-k3-all": GRPO(kl_coef=0.1, kl_clamp=0.5, kl_importance_weighted=True, log_ratio_clamp=2.0),
     "gspo": GSPO(),
     "gspo-product-kl": GSPO(level="sequence_product", kl_coef=0.1, kl_importance_weighted=True),
+    "luspo": LUSPO(clip_low=0.1, clip_high=0.2),
     "gspo-token": GSPOToken(),
     "gspo-token-kl": GSPOToken(kl_coef=0.1, kl_importance_weighted=True, log_ratio_clamp=0.1),
     "gmpo": GMPO(),
@@ -299,7 +300,9 @@ def test_subclasses_and_callables_take_the_definition() -> None:
 
     assert objective_options(Mine()) is None
     assert objective_options(lambda logp, batch: -logp) is None
-    assert objective_options(GRPO()) is not None
+    for name, (objective, *_) in rlkernels.RECIPES.items():
+        is_known = name not in ("vespo", "dppo_tv", "dppo_kl", "dro", "clip_cov", "kl_cov")
+        assert (objective_options(objective) is not None) == is_known, name
 
 
 @pytest.mark.parametrize("has_fp64", [False, True])

@@ -200,6 +200,18 @@ def test_global_normalizer_counts_batches_and_masks() -> None:
     assert global_normalizer(mask[0], "seq_mean_token_sum") == 1
 
 
+def test_empty_sequences_count_only_for_trl() -> None:
+    masks = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
+    packed = PolicyBatch(None, torch.ones(3), mask=torch.ones(2), cu_seqlens=torch.tensor([0, 1, 1, 2]))
+    for count_empty, sequences in ((True, 6), (False, 4)):
+        parts = [masks, packed]
+        assert global_normalizer(parts, "seq_mean_token_mean", count_empty=count_empty) == sequences
+        assert (
+            global_normalizer(parts, "seq_mean_token_sum_norm", max_length=5, count_empty=count_empty) == 5 * sequences
+        )
+        assert global_normalizer(parts, "token_mean", count_empty=count_empty) == 5
+
+
 @pytest.mark.parametrize(
     "arguments, name",
     [
