@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -19,76 +17,10 @@ from rlkernels.stats import TokenStats, linear_token_stats, make_linear_rows
 
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
-_UTILS = "trl.trainer.utils"
-_FUNCTION = "_ChunkedLogProbFunction"
-_GATHER = "maybe_gather_lm_head_ctx"
-_COMPACTS = "_use_triton"
+UTILS = "trl.trainer.utils"
+GATHER = "maybe_gather_lm_head_ctx"
+
 _TILE_ROWS = 4096  # of TRL's buffer, whose columns are `chunk_size`
-
-_originals: dict[str, Any] = {}
-
-
-def patch() -> None:
-    """Run the fused LM head of every TRL trainer on this package, until `unpatch()`.
-
-    Trainers built before and after are patched alike: TRL looks the function up at every call. What it computes, its
-    arguments and its outputs stay TRL's. On a CPU TRL would project every position and mask the results; patched, it
-    projects only those with a label, as on a GPU. On other devices without Triton all are projected in forward still,
-    and backward leaves out those without a gradient. Calling it again does nothing.
-
-    Raises:
-        ImportError: TRL is not installed.
-        RuntimeError: this version of TRL has no such function, or one with other arguments.
-
-    Example:
-        >>> from rlkernels.integrations import trl
-        >>> trl.patch()
-        >>> trl.unpatch()
-    """
-    if _originals:
-        return
-    utils = _checked_utils()
-    compacts = getattr(utils, _COMPACTS)
-    replacements = {_FUNCTION: ChunkedLogProb, _COMPACTS: lambda device: device.type == "cpu" or compacts(device)}
-    for name, replacement in replacements.items():
-        _originals[name] = getattr(utils, name)
-        setattr(utils, name, replacement)
-
-
-def unpatch() -> None:
-    """Give TRL its own functions back; does nothing where they are in place.
-
-    Example:
-        >>> from rlkernels.integrations import trl
-        >>> trl.unpatch()
-    """
-    while _originals:
-        name, original = _originals.popitem()
-        setattr(importlib.import_module(_UTILS), name, original)
-
-
-def _checked_utils() -> Any:
-    try:
-        version = metadata.version("trl")
-    except metadata.PackageNotFoundError:
-        raise ImportError("rlkernels.integrations.trl needs TRL: pip install 'trl>=1.16'") from None
-    utils = importlib.import_module(_UTILS)
-    missing = [name for name in (_FUNCTION, _GATHER, _COMPACTS) if not hasattr(utils, name)]
-    if missing:
-        raise RuntimeError(f"trl {version} cannot be patched (1.16 can): {_UTILS} has no {', '.join(missing)}")
-    function = getattr(utils, _FUNCTION)
-    found = _argument_names(getattr(function, "forward", function))[1:]  # without ctx
-    expected = _argument_names(ChunkedLogProb.apply)
-    if found != expected:
-        raise RuntimeError(
-            f"trl {version} cannot be patched (1.16 can): {_UTILS}.{_FUNCTION} takes {', '.join(found)}; "
-            f"expected {', '.join(expected)}"
-        )
-    return utils
-
-
-def _argument_names(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
 
 
 class ChunkedLogProb:
@@ -154,5 +86,5 @@ class _GatheredAgain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         _hidden, weight, bias = ctx.saved_tensors[:3]
-        with getattr(importlib.import_module(_UTILS), _GATHER)(weight, bias):
+        with getattr(importlib.import_module(UTILS), GATHER)(weight, bias):
             return linear_op.backward(ctx, *gradients)
