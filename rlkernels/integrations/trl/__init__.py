@@ -10,10 +10,13 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
+import torch
+
 from rlkernels.integrations.trl import logits
 from rlkernels.integrations.trl.head import GATHER, OPTIONAL_OUTPUTS, UTILS, ChunkedLogProb
+from rlkernels.integrations.trl.policy_call import pending
 
-__all__ = ["OPTIONAL_OUTPUTS", "ChunkedLogProb", "patch", "unpatch"]
+__all__ = ["OPTIONAL_OUTPUTS", "ChunkedLogProb", "FusedGRPOTrainer", "patch", "unpatch"]
 
 _FUNCTION = "_ChunkedLogProbFunction"
 _COMPACTS = "_use_triton"
@@ -42,7 +45,7 @@ def patch() -> None:
       wherever a module of TRL has them by name. Modules outside of TRL get them if they import them after the patch.
 
     Left alone: the divergence of `DistillationTrainer` (`ChunkedDivergenceFunction`), which compares two whole
-    distributions, and losses that TRL computes from logits in place (DPO, SFT without a fused head).
+    distributions.
 
     Trainers built before and after are patched alike: TRL looks the functions up at every call. Calling it again does
     nothing.
@@ -61,9 +64,11 @@ def patch() -> None:
     utils = _checked_utils()
     compacts = getattr(utils, _COMPACTS)
     of_logits = {name: _own_object(function) for name, function in _OF_LOGITS.items() if hasattr(utils, name)}
-    _replacements.update(
-        of_logits | {_FUNCTION: ChunkedLogProb, _COMPACTS: lambda device: device.type == "cpu" or compacts(device)}
-    )
+
+    def compacts_rows(device: torch.device) -> bool:
+        return pending() is None and (device.type == "cpu" or compacts(device))
+
+    _replacements.update(of_logits | {_FUNCTION: ChunkedLogProb, _COMPACTS: compacts_rows})
     _originals.update({name: getattr(utils, name) for name in _replacements})
     for name, replacement in _replacements.items():
         setattr(utils, name, replacement)
@@ -137,3 +142,11 @@ def _checked_utils() -> Any:
 
 def _argument_names(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function).parameters)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "FusedGRPOTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from rlkernels.integrations.trl.trainer import FusedGRPOTrainer  # imports TRL
+
+    return FusedGRPOTrainer

@@ -1,0 +1,456 @@
+"""`FusedGRPOTrainer` against TRL's own loss, and against the definition where TRL has none."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# read once, when they are imported
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="needs the trl extra: pip install -c constraints.txt -e '.[test,trl]'")
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from trl import GRPOTrainer
+from trl.trainer import utils
+from trl_models import VOCAB, config, dataset, low_ids, tiny_model, tokenizer
+
+import rlkernels
+from rlkernels.integrations import trl as adapter
+from rlkernels.integrations.trl import FusedGRPOTrainer
+from rlkernels.recipes import resolve
+
+ROWS, PROMPT, LENGTH = 5, 4, 9
+
+
+@pytest.fixture(autouse=True)
+def unpatched() -> Iterator[None]:
+    yield
+    adapter.unpatch()
+
+
+def fused_trainer(folder: Path, columns: dict[str, list[Any]] | None = None, **options: Any) -> FusedGRPOTrainer:
+    names = ("objective", "reduction", "prefix_weights")
+    own = {name: options.pop(name) for name in names if name in options}
+    return FusedGRPOTrainer(
+        model=tiny_model(),
+        reward_funcs=low_ids,
+        args=config(folder, **options),
+        train_dataset=dataset(**(columns or {})),
+        processing_class=tokenizer(),
+        **own,
+    )
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedGRPOTrainer]:
+    """One trainer, whose options each test sets."""
+    trainer = fused_trainer(tmp_path_factory.mktemp("shared"), steps_per_generation=2, gradient_accumulation_steps=3)
+    trainer.current_gradient_accumulation_steps = 3
+    trainer.model.train()
+    yield trainer
+
+
+def made_up_inputs(with_tools: bool = False, seed: int = 0) -> dict[str, Tensor]:
+    """Ragged prompts and completions; one row empty, one all of whose tokens are a tool's."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> Tensor:
+        return scale * torch.randn(ROWS, LENGTH, generator=generator)
+
+    lengths = torch.tensor([9, 4, 0, 7, 2])
+    completion_mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    prompt_mask = (torch.arange(PROMPT) >= torch.tensor([0, 1, 0, 2, 3])[:, None]).long()
+    logp = -torch.full((ROWS, LENGTH), VOCAB).double().log().float()
+    inputs = {
+        "prompt_ids": torch.randint(3, VOCAB, (ROWS, PROMPT), generator=generator),
+        "prompt_mask": prompt_mask,
+        "completion_ids": torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator),
+        "completion_mask": completion_mask,
+        "advantages": torch.tensor([1.2, -0.7, 0.4, -1.5, 0.9]),
+        "num_items_in_batch": torch.tensor(37),
+        "old_per_token_logps": logp + noise(0.3),
+        "ref_per_token_logps": logp + noise(0.3),
+        "importance_sampling_ratio": noise(0.3).exp(),
+    }
+    if with_tools:
+        tool_mask = torch.randint(0, 2, (ROWS, LENGTH), generator=generator)
+        tool_mask[4] = 0
+        inputs["tool_mask"] = tool_mask
+    return inputs
+
+
+Result = tuple[Tensor, dict[str, Tensor], dict[str, Any]]
+
+
+def step(trainer: GRPOTrainer, loss_of: Any, inputs: dict[str, Tensor]) -> Result:
+    """Loss, gradients of all parameters, metrics."""
+    trainer.model.zero_grad(set_to_none=True)
+    trainer._metrics["train"].clear()
+    loss = loss_of(trainer, trainer.model, dict(inputs))
+    loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+    return loss.detach(), gradients, dict(trainer._metrics["train"])
+
+
+def assert_equal_steps(mine: Result, expected: Result, metrics: bool = True, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(mine[0], expected[0], rtol=1e-5, atol=1e-6)
+    for name, gradient in expected[1].items():
+        error = (mine[1][name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
+        assert error <= tolerance, f"{name}: {error:.2e}"
+    if metrics:
+        assert set(mine[2]) == set(expected[2])
+        for name, values in expected[2].items():
+            assert mine[2][name] == pytest.approx(values, rel=1e-5, abs=1e-6, nan_ok=True), name
+
+
+def assert_like_trl(trainer: FusedGRPOTrainer, inputs: dict[str, Tensor]) -> None:
+    adapter.unpatch()
+    expected = step(trainer, GRPOTrainer._compute_loss, inputs)
+    adapter.patch()
+    with Operations() as operations:
+        mine = step(trainer, FusedGRPOTrainer._compute_loss, inputs)
+    assert operations.names, "none of this package's operations ran"
+    assert trainer._needs_trls_loss() or "rlkernels::policy_objective" in operations.names
+    assert_equal_steps(mine, expected)
+
+
+class Operations(TorchDispatchMode):
+    """Names of this package's operations that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "rlkernels":
+            self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def options(shared: FusedGRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets attributes of the shared trainer and of its args for one test."""
+
+    def set_all(**values: Any) -> FusedGRPOTrainer:
+        for name, value in values.items():
+            for owner in (shared, shared.args):
+                if hasattr(owner, name):
+                    monkeypatch.setattr(owner, name, value)
+        monkeypatch.setattr(shared, "_entropy_bonus_enabled", shared.entropy_coef != 0 or shared.use_adaptive_entropy)
+        return shared
+
+    return set_all
+
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+EXTRAS = ("plain", "delta", "tool_mask", "entropy")
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_trls_loss_types(loss_type: str, level: str, beta: float, extra: str, options: Any) -> None:
+    trainer = options(
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        beta=beta,
+        delta=1.3 if extra == "delta" else None,
+        entropy_coef=0.02 if extra == "entropy" else 0.0,
+        epsilon_high=1.1 if loss_type == "cispo" else 0.2,
+    )
+    assert_like_trl(trainer, made_up_inputs(with_tools=extra == "tool_mask"))
+
+
+def test_all_at_once(options: Any) -> None:
+    for loss_type, level in itertools.product(LOSS_TYPES, ("token", "sequence")):
+        trainer = options(loss_type=loss_type, importance_sampling_level=level, beta=0.04, delta=1.3, entropy_coef=0.02)
+        assert_like_trl(trainer, made_up_inputs(with_tools=True))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_on_policy_and_evaluation(loss_type: str, options: Any) -> None:
+    trainer = options(loss_type=loss_type)
+    inputs = made_up_inputs()
+    del inputs["old_per_token_logps"]
+    inputs["advantages"] = inputs["advantages"][:, None] * torch.linspace(0.5, 2, LENGTH)  # of each token
+    assert_like_trl(trainer, inputs)
+    trainer.model.eval()
+    with torch.no_grad():
+        mine = trainer._compute_loss(trainer.model, dict(inputs))
+        adapter.unpatch()
+        trls = GRPOTrainer._compute_loss(trainer, trainer.model, dict(inputs))
+    trainer.model.train()
+    torch.testing.assert_close(mine, trls, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_vllm_correction_comes_before_the_kl_term(loss_type: str, shape: str, options: Any) -> None:
+    trainer = options(loss_type=loss_type, beta=0.04, use_vllm=True, vllm_importance_sampling_correction=True)
+    inputs = made_up_inputs()
+    if shape == "sequence":
+        inputs["importance_sampling_ratio"] = inputs["importance_sampling_ratio"][:, :1]
+    inputs["importance_sampling_ratio"][1] = 0.0  # as the mask modes have it
+    assert_like_trl(trainer, inputs)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "cispo", "sapo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_kl_without_bias_correction(level: str, loss_type: str, options: Any) -> None:
+    trainer = options(
+        beta=0.04, use_bias_correction_kl=False, importance_sampling_level=level, loss_type=loss_type, delta=1.1
+    )
+    assert_like_trl(trainer, made_up_inputs())
+
+
+@pytest.mark.parametrize("name", ["off_policy_mask_threshold", "top_entropy_quantile"])
+def test_what_needs_log_probabilities_first(name: str, options: Any) -> None:
+    trainer = options(**{name: 0.5 if name == "top_entropy_quantile" else 0.01}, entropy_coef=0.02)
+    assert_like_trl(trainer, made_up_inputs())
+
+
+def test_adaptive_entropy(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for last in (0.0, 1e9):
+        trainer = options(use_adaptive_entropy=True, entropy_coef=0.02)
+        results = []
+        for patched, loss_of in ((False, GRPOTrainer._compute_loss), (True, FusedGRPOTrainer._compute_loss)):
+            monkeypatch.setattr(trainer, "_last_world_entropy", last)
+            monkeypatch.setattr(trainer, "_entropy_window_stats", None)
+            monkeypatch.setattr(trainer, "entropy_coef", 0.02)
+            (adapter.patch if patched else adapter.unpatch)()
+            results.append(step(trainer, loss_of, made_up_inputs()))
+        assert_equal_steps(results[1], results[0])
+
+
+def test_a_micro_batch_without_tokens(options: Any) -> None:
+    adapter.patch()
+    inputs = made_up_inputs()
+    inputs["completion_mask"] = torch.zeros_like(inputs["completion_mask"])
+    for loss_type in LOSS_TYPES:
+        trainer = options(loss_type=loss_type, entropy_coef=0.02)
+        loss, gradients, _ = step(trainer, FusedGRPOTrainer._compute_loss, inputs)
+        assert loss == 0 and not any(gradient.any() for gradient in gradients.values())
+
+
+def test_without_the_patch_it_says_so(options: Any) -> None:
+    trainer = options()
+    adapter.unpatch()
+    with pytest.raises(RuntimeError, match="expected TRL patched"):
+        trainer._compute_loss(trainer.model, made_up_inputs())
+
+
+def test_the_loss_is_an_output_of_the_forward(options: Any) -> None:
+    """what DDP, FSDP and ZeRO hang their hooks on"""
+    adapter.patch()
+    trainer = options()
+    outputs = []
+    hook = trainer.model.register_forward_hook(lambda module, args, output: outputs.append(output))
+    loss = trainer._compute_loss(trainer.model, made_up_inputs())
+    hook.remove()
+    assert len(outputs) == 1 and outputs[0].loss is loss
+    assert not outputs[0].log_probs.requires_grad and not outputs[0].entropy.requires_grad
+
+
+def test_zero3_gathers_the_head_for_backward(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = options(beta=0.04, entropy_coef=0.02)
+    adapter.patch()
+    expected = step(trainer, FusedGRPOTrainer._compute_loss, made_up_inputs())
+    weight = trainer.model.lm_head.weight
+    entered = []
+
+    @contextmanager
+    def gather(*parameters: Tensor) -> Iterator[None]:
+        entered.append(parameters[0] is weight)
+        yield
+
+    monkeypatch.setattr(utils, "maybe_gather_lm_head_ctx", gather)
+    monkeypatch.setattr(weight, "ds_id", 7, raising=False)
+    mine = step(trainer, FusedGRPOTrainer._compute_loss, made_up_inputs())
+    assert entered == [True, True]
+    assert_equal_steps(mine, expected)
+
+
+# --- what TRL lacks -------------------------------------------------------------------------------------------------
+
+
+def definition(trainer: FusedGRPOTrainer, objective: Any, reduction: str, inputs: dict[str, Tensor]) -> Result:
+    """From the logits of the model's own forward, in plain PyTorch; undivided by any denominator."""
+    trainer.model.zero_grad(set_to_none=True)
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    logits = trainer.model(input_ids=ids, attention_mask=attention).logits[:, -LENGTH - 1 : -1]
+    batch = rlkernels.PolicyBatch(
+        inputs["completion_ids"],
+        inputs["advantages"][:, None],
+        mask=inputs["completion_mask"] * inputs.get("tool_mask", 1),
+        old_logp=inputs["old_per_token_logps"],
+        ref_logp=inputs["ref_per_token_logps"],
+        weight=inputs.get("token_weights"),
+        extras={"success_rate": inputs["success_rate"]},
+    )
+    before = rlkernels.set_backend("reference")
+    out = rlkernels.policy_loss(logits, batch, objective, reduction=reduction, normalizer=1.0, temperature=0.9)
+    out.loss.backward()
+    rlkernels.set_backend(before)
+    gradients = {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+    return out.loss.detach(), gradients, {name: value.item() for name, value in out.metrics.items()}
+
+
+def tis(logp: Tensor, batch: rlkernels.PolicyBatch) -> Tensor:
+    """a callable that only Python knows"""
+    old_logp = logp.detach() if batch.old_logp is None else batch.old_logp
+    return -(logp - old_logp).exp().clamp(max=2.0).detach() * batch.advantages * logp
+
+
+OWN = [*rlkernels.RECIPES, rlkernels.GMPO(clip_level="sequence"), rlkernels.GRPO(dual_clip=3.0), tis]
+
+
+def name_of(objective: Any) -> str:
+    return objective if isinstance(objective, str) else getattr(objective, "__name__", type(objective).__name__)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("objective", OWN, ids=name_of)
+def test_own_objectives_match_the_definition(
+    objective: Any, beta: float, shared: FusedGRPOTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter.patch()
+    inputs = made_up_inputs(with_tools=True)
+    inputs["success_rate"] = torch.tensor([0.25, 0.5, 0.75, 0.5, 0.25])
+    inputs["token_weights"] = torch.linspace(0.2, 1, LENGTH).expand(ROWS, LENGTH)
+    monkeypatch.setattr(shared, "beta", 0.0 if objective is tis else beta)
+    monkeypatch.setattr(shared, "_own", shared._checked(objective, None))
+    mine = step(shared, FusedGRPOTrainer._compute_loss, inputs)
+    recipe = resolve(objective, None)
+    written = recipe.objective
+    if objective is not tis:
+        written = dataclasses.replace(written, kl_coef=beta, kl_importance_weighted=beta > 0)  # TRL's default
+    tokens = (inputs["completion_mask"] * inputs["tool_mask"]).sum()
+    accumulation, per_generation = 3, 2
+    denominator = {
+        "token_mean": 37 * accumulation / per_generation,
+        "seq_mean_token_mean": ROWS * accumulation,
+        "seq_mean_token_sum": ROWS * accumulation,
+        "seq_mean_token_sum_norm": ROWS * 12 * accumulation,
+        "token_sum": 1000 * accumulation,
+    }[recipe.reduction]
+    if objective == "bnpo":
+        denominator = tokens * accumulation
+    expected = definition(shared, written, recipe.reduction, inputs)
+    gradients = {name: gradient / denominator for name, gradient in expected[1].items()}
+    # whole logits in float32 cost a little more than TRL's tiles
+    assert_equal_steps(mine, (expected[0] / denominator, gradients, {}), metrics=False, tolerance=3e-5)
+    for name, value in expected[2].items():
+        logged = mine[2][{"entropy": "entropy", "ref_kl": "kl"}.get(name, f"policy/{name}")]
+        assert logged == pytest.approx([value], rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize("objective", [*rlkernels.RECIPES, tis], ids=name_of)
+def test_own_objectives_train(objective: Any, tmp_path: Path) -> None:
+    trainer = fused_trainer(
+        tmp_path,
+        objective=objective,
+        max_steps=2,
+        gradient_accumulation_steps=2,
+        entropy_coef=0.0 if objective is tis else 0.01,
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 2 and all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in logs)
+    assert {"entropy", "reward", "completions/mean_length", "policy/approx_kl_k1"} <= set(logs[0])
+    assert not any(name.startswith("clip_ratio") for name in logs[0]), "TRL's clip metrics are of TRL's loss"
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"objective": "no_such"}, "objective: expected one of"),
+        ({"reduction": "token_mean"}, "reduction: expected None without an objective"),
+        ({"objective": "grpo", "reduction": "none"}, "reduction: expected one of token_mean"),
+        ({"objective": "grpo", "delta": 1.5}, "delta: expected None with an objective, got 1.5"),
+        ({"objective": "grpo", "top_entropy_quantile": 0.2}, "top_entropy_quantile: expected 1.0"),
+        ({"objective": "grpo", "off_policy_mask_threshold": 0.2}, "off_policy_mask_threshold: expected None"),
+        ({"objective": "grpo", "use_adaptive_entropy": True}, "use_adaptive_entropy: expected False"),
+        ({"objective": rlkernels.GRPO(entropy_coef=0.1)}, "entropy_coef to be left to the trainer's args"),
+        ({"objective": tis, "entropy_coef": 0.1}, "with a callable"),
+        ({"prefix_weights": True}, "prefix_weights: expected None or False without an objective"),
+        ({"objective": "lambda_grpo", "prefix_weights": False}, "prefix_weights: expected None or True"),
+    ],
+    ids=str,
+)
+def test_what_has_no_meaning_is_refused(own: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        fused_trainer(tmp_path, **own)
+
+
+# --- what needs whole groups ----------------------------------------------------------------------------------------
+
+COMPLETIONS = [[5, 6, 7, 1], [5, 6, 8], [5, 9], [5, 6, 7, 1], [4, 4, 4], [4, 4], [3, 4, 4], [4, 4, 9, 9, 9]]
+COUNTS = [[4, 3, 2, 2], [4, 3, 1], [4, 1], [4, 3, 2, 2], [3, 3, 1], [3, 3], [1, 1, 1], [3, 3, 1, 1, 1]]
+
+
+def generated(trainer: FusedGRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], dict[str, Tensor]]:
+    """Examples, and what becomes of `COMPLETIONS` before TRL shuffles them."""
+
+    def given(self: GRPOTrainer, prompts: list[Any]) -> Any:
+        ids = self._tokenize_prompts(prompts)[0]
+        return ids, COMPLETIONS, None, [""] * len(prompts), None, {}, None, None
+
+    monkeypatch.setattr(GRPOTrainer, "_generate", given)
+    monkeypatch.setattr(trainer, "current_gradient_accumulation_steps", 1, raising=False)
+    trainer.model.train()
+    examples = next(iter(trainer.get_train_dataloader()))
+    return examples, trainer._generate_and_score_completions(examples)
+
+
+@pytest.mark.parametrize("mask_truncated_completions", [False, True])
+def test_prefix_weights(mask_truncated_completions: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """by the ids' own lengths, also where truncation has zeroed the mask"""
+    trainer = fused_trainer(tmp_path, objective="lambda_grpo", mask_truncated_completions=mask_truncated_completions)
+    _, output = generated(trainer, monkeypatch)
+    for row, counts in zip(output["token_weights"], COUNTS, strict=True):
+        padded = counts + [1] * (len(row) - len(counts))
+        assert row.tolist() == pytest.approx([1 / count for count in padded])
+    assert bool((output["completion_mask"].sum(1) == 0).any()) == mask_truncated_completions
+
+
+def test_weights_stay_with_their_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """through TRL's shuffling and splitting"""
+    trainer = fused_trainer(
+        tmp_path, objective="lambda_grpo", per_device_train_batch_size=4, gradient_accumulation_steps=2
+    )
+    examples, _ = generated(trainer, monkeypatch)
+    weight_of = {tuple(ids): [1 / count for count in counts] for ids, counts in zip(COMPLETIONS, COUNTS, strict=True)}
+    seen = 0
+    for micro_batch in range(2):
+        trainer._step = micro_batch
+        inputs = trainer._prepare_inputs(examples)
+        for ids, mask, weights in zip(
+            inputs["completion_ids"], inputs["completion_mask"], inputs["token_weights"], strict=True
+        ):
+            length = int(mask.sum())
+            assert weights[:length].tolist() == pytest.approx(weight_of[tuple(ids[:length].tolist())])
+            seen += 1
+    assert seen == len(COMPLETIONS)
+
+
+def test_nft_reads_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = fused_trainer(tmp_path, objective="nft")
+    rewards = [1.0, 0.0, None, 0.0, 1.0, 1.0, 1.0, 1.0]
+    monkeypatch.setattr(trainer, "reward_funcs", [lambda completions, **_: rewards])
+    _, output = generated(trainer, monkeypatch)
+    assert output["success_rate"].tolist() == pytest.approx([1 / 3] * 4 + [1.0] * 4)
+    assert output["advantages"].tolist() == [1, -1, -1, -1, 1, 1, 1, 1]
+    assert output["token_weights"].amax(1).tolist() == [1, 1, 0, 1, 1, 1, 1, 1]
