@@ -27,7 +27,7 @@ from trl_models import VOCAB, config, dataset, low_ids, tiny_model, tokenizer
 
 import rlkernels
 from rlkernels.integrations import trl as adapter
-from rlkernels.integrations.trl import FusedGRPOTrainer
+from rlkernels.integrations.trl import FusedGRPOTrainer, Replay
 from rlkernels.recipes import resolve
 
 ROWS, PROMPT, LENGTH = 5, 4, 9
@@ -40,7 +40,7 @@ def unpatched() -> Iterator[None]:
 
 
 def fused_trainer(folder: Path, columns: dict[str, list[Any]] | None = None, **options: Any) -> FusedGRPOTrainer:
-    names = ("objective", "reduction", "prefix_weights")
+    names = ("objective", "reduction", "prefix_weights", "replay")
     own = {name: options.pop(name) for name in names if name in options}
     return FusedGRPOTrainer(
         model=tiny_model(),
@@ -454,3 +454,76 @@ def test_nft_reads_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert output["success_rate"].tolist() == pytest.approx([1 / 3] * 4 + [1.0] * 4)
     assert output["advantages"].tolist() == [1, -1, -1, -1, 1, 1, 1, 1]
     assert output["token_weights"].amax(1).tolist() == [1, 1, 0, 1, 1, 1, 1, 1]
+
+
+OTHER_PROMPTS = {"counterfactual_prompt": ["w11 w12", "w20 w21 w22 w23 w24 w25", "w30", "w40 w42"]}
+
+
+def naive_logp(trainer: FusedGRPOTrainer, prompt: str, ids: list[int]) -> Tensor:
+    before = tokenizer()(prompt)["input_ids"]
+    logits = trainer.model(torch.tensor([before + ids])).logits[0, len(before) - 1 : -1]
+    return (logits.double() / 0.9).log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)].detach()
+
+
+@pytest.mark.parametrize("remove_unused_columns", [False, True])
+@pytest.mark.parametrize("aligned", [True, False], ids=["factual-pass", "old-logp"])
+def test_contrast_weights_the_advantages(
+    aligned: bool, remove_unused_columns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = fused_trainer(
+        tmp_path,
+        OTHER_PROMPTS,
+        replay=Replay(strength=0.8, sharpness=20.0),
+        num_iterations=1 if aligned else 2,
+        remove_unused_columns=remove_unused_columns,
+        mask_truncated_completions=True,
+    )
+    examples, output = generated(trainer, monkeypatch)
+    assert ("old_per_token_logps" in output) == (not aligned)
+    _, plain = generated(fused_trainer(tmp_path, OTHER_PROMPTS, mask_truncated_completions=True), monkeypatch)
+    assert plain["advantages"].ndim == 1
+    trained = 0
+    for row, (example, ids) in enumerate(zip(examples, COMPLETIONS, strict=True)):
+        mask = output["completion_mask"][row]
+        if not mask.any():  # truncated
+            assert not output["contrast"][row].any() and not output["advantages"][row].any()
+            continue
+        trained += 1
+        contrast = naive_logp(trainer, example["prompt"], ids) - naive_logp(
+            trainer, example["counterfactual_prompt"], ids
+        )
+        torch.testing.assert_close(output["contrast"][row, : len(ids)].double(), contrast, rtol=1e-4, atol=1e-5)
+        weights = 1 + 0.8 * (torch.sigmoid(20.0 * contrast) - 0.5)
+        expected = plain["advantages"][row] * weights / weights.mean()
+        torch.testing.assert_close(output["advantages"][row, : len(ids)].double(), expected, rtol=1e-4, atol=1e-5)
+        assert not output["advantages"][row, len(ids) :].any()
+    assert trained == 2
+    assert output["contrast"].abs().max() > 1e-3, "a contrast that tests nothing"
+
+
+@pytest.mark.parametrize("objective", [None, "gmpo"])
+def test_replay_trains(objective: str | None, tmp_path: Path) -> None:
+    trainer = fused_trainer(
+        tmp_path,
+        OTHER_PROMPTS,
+        objective=objective,
+        replay=Replay(strength=1.0, warmup=0, length=2),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 2 and all(math.isfinite(entry["loss"]) and entry["contrast"] != 0 for entry in logs)
+
+
+def test_replay_without_its_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = fused_trainer(tmp_path, replay=Replay())
+    with pytest.raises(ValueError, match="expected a column 'counterfactual_prompt' in every example, got"):
+        generated(trainer, monkeypatch)
+    with pytest.raises(TypeError, match="replay: expected a Replay or None, got dict"):
+        fused_trainer(tmp_path, replay={"strength": 1.0})
+    with pytest.raises(ValueError, match="replay: expected None with NFT"):
+        fused_trainer(tmp_path, replay=Replay(), objective="nft")
+    with pytest.raises(ValueError, match="strength"):
+        Replay(strength=2.0)

@@ -15,8 +15,9 @@ import torch
 from rlkernels.integrations.trl import logits
 from rlkernels.integrations.trl.head import GATHER, OPTIONAL_OUTPUTS, UTILS, ChunkedLogProb
 from rlkernels.integrations.trl.policy_call import pending
+from rlkernels.integrations.trl.replay import Replay
 
-__all__ = ["OPTIONAL_OUTPUTS", "ChunkedLogProb", "FusedGRPOTrainer", "patch", "unpatch"]
+__all__ = ["OPTIONAL_OUTPUTS", "ChunkedLogProb", "FusedGRPOTrainer", "Replay", "patch", "unpatch"]
 
 _FUNCTION = "_ChunkedLogProbFunction"
 _COMPACTS = "_use_triton"

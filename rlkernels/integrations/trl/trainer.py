@@ -11,10 +11,12 @@ from accelerate.utils import is_peft_model
 from torch import Tensor
 from trl import GRPOTrainer
 
+from rlkernels import checks
 from rlkernels.batch import PolicyBatch
-from rlkernels.credit import prefix_set_counts, success_rates
 from rlkernels.integrations.trl import patch
+from rlkernels.integrations.trl.credit import CreditTrainer
 from rlkernels.integrations.trl.policy_call import PolicyCall, add_policy_loss
+from rlkernels.integrations.trl.replay import Replay
 from rlkernels.metrics import Metrics
 from rlkernels.objectives import CISPO, GRPO, NFT, SAPO, Objective
 from rlkernels.recipes import ObjectiveFunction, Recipe, resolve
@@ -48,7 +50,7 @@ _SUM_OF_REDUCTION = {
 }
 
 
-class FusedGRPOTrainer(GRPOTrainer):
+class FusedGRPOTrainer(CreditTrainer):
     """TRL's `GRPOTrainer` whose loss, from hidden states to scalar, is `linear_policy_loss` inside the model's forward.
 
     Without `objective` the loss is the one that `args` names: TRL's loss types, importance-sampling levels, `delta`,
@@ -71,6 +73,9 @@ class FusedGRPOTrainer(GRPOTrainer):
         reduction: as in `policy_loss`, except `none`; None: the recipe's.
         prefix_weights: lambda-GRPO's `1 / prefix_set_counts` as weights of the tokens, over groups that may span ranks;
             None: where the recipe is "lambda_grpo". Needs an objective.
+        replay: CoRT: a response's advantage goes where its log-probability differs from that after the prompt in the
+            dataset's column `counterfactual_prompt` (text, of the column `prompt`'s kind). One forward more for each
+            batch that is generated; two where TRL does not compute old log-probabilities. The contrast is logged.
         Everything else goes to `GRPOTrainer`.
 
     `NFT` takes rewards > 0 for correct answers: in place of TRL's advantages, and for its `success_rate`.
@@ -92,6 +97,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         objective: str | Objective | ObjectiveFunction | None = None,
         reduction: str | None = None,
         prefix_weights: bool | None = None,
+        replay: Replay | None = None,
         **kwargs: Any,
     ) -> None:
         patch()
@@ -108,6 +114,12 @@ class FusedGRPOTrainer(GRPOTrainer):
             raise ValueError("prefix_weights: expected None or False without an objective, got True")
         if needs_weights and not self.prefix_weights:
             raise ValueError(f"prefix_weights: expected None or True with {objective!r}, got {prefix_weights!r}")
+        if not isinstance(replay, Replay | None):
+            raise TypeError(f"replay: expected a Replay or None, got {checks.describe(replay)}")
+        self.replay = replay
+        self.reads_correctness = self._own is not None and isinstance(self._own[0].objective, NFT)
+        if replay is not None and self.reads_correctness:
+            raise ValueError("replay: expected None with NFT, whose advantages only say correct or not, got a Replay")
 
     def _checked(self, objective: str | Objective | ObjectiveFunction, reduction: str | None) -> tuple[Recipe, _Sum]:
         recipe = resolve(objective, reduction)
@@ -137,44 +149,6 @@ class FusedGRPOTrainer(GRPOTrainer):
     def _needs_trls_loss(self) -> bool:
         is_gated = self.off_policy_mask_threshold is not None or self.top_entropy_quantile < 1.0
         return is_gated or self.loss_type not in _SUM_OF_LOSS_TYPE
-
-    def _generate(self, prompts: list[Any]) -> Any:
-        generated = super()._generate(prompts)
-        # of the ids themselves: masks of truncated completions will be zeroed
-        self._lengths = torch.tensor([len(ids) for ids in generated[1]], device=self.accelerator.device)
-        return generated
-
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._rewards: Tensor = super()._calculate_rewards(*args, **kwargs)  # of all ranks
-        return self._rewards
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's batch, and what needs whole groups, as tensors by row: TRL shuffles and splits them later."""
-        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        generations = self.num_generations if self.model.training else self.num_generations_eval
-        first = self.accelerator.process_index * len(inputs)
-        mine = slice(first, first + len(inputs))
-        if self.prefix_weights:
-            output["token_weights"] = 1 / self._prefix_counts(output["completion_ids"], generations)[mine]
-        if self._own is not None and isinstance(self._own[0].objective, NFT):
-            self._add_correctness(output, generations, mine)
-        return output
-
-    def _prefix_counts(self, ids: Tensor, generations: int) -> Tensor:
-        """Of the completions of all ranks, in this rank's width."""
-        everyones = self.accelerator.gather(self.accelerator.pad_across_processes(ids, dim=1))
-        lengths = self.accelerator.gather(self._lengths)
-        return prefix_set_counts(everyones, lengths, generations)[:, : ids.shape[1]]
-
-    def _add_correctness(self, output: dict[str, Any], generations: int, mine: slice) -> None:
-        rewards = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(dim=1)
-        rewards[self._rewards.isnan().all(dim=1)] = torch.nan
-        output["success_rate"] = success_rates(rewards, generations)[mine].float()
-        own = rewards[mine]
-        output["advantages"] = torch.where(own > 0, 1.0, -1.0)
-        # an answer that no reward function could score is neither right nor wrong
-        scored = (~own.isnan()).float()[:, None].expand(output["completion_ids"].shape)
-        output["token_weights"] = scored * output.get("token_weights", 1.0)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         if self._own is None and self._needs_trls_loss():
