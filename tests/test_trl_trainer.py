@@ -6,6 +6,9 @@ import dataclasses
 import itertools
 import math
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -527,3 +530,43 @@ def test_replay_without_its_column(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         fused_trainer(tmp_path, replay=Replay(), objective="nft")
     with pytest.raises(ValueError, match="strength"):
         Replay(strength=2.0)
+
+
+# --- two ranks ------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    """DDP over gloo: TRL's log and weights to its numbers; prefix sets of a group that lies on both ranks"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    worker = str(Path(__file__).with_name("trl_rank.py"))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, worker, str(tmp_path)],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(text[-3000:] for text in said)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2))
+    assert first["weighed"]["counts"] == [[4, 3, 2, 2], [4, 3, 1, 1]]
+    assert second["weighed"]["counts"] == [[4, 1, 1, 1, 1, 1], [4, 3, 2, 2, 1, 1]]
+    start = tiny_model().state_dict()
+    for kind in ("fused", "gmpo"):
+        for name, weight in first[kind]["weights"].items():
+            assert torch.equal(weight, second[kind]["weights"][name]), f"{kind}: the ranks' {name} differ"
+            assert not torch.equal(weight, start[name])
+    for name, weight in first["trl"]["weights"].items():
+        torch.testing.assert_close(first["fused"]["weights"][name], weight, rtol=1e-5, atol=1e-6)
+    assert len(first["fused"]["log"]) == 2
+    for mine, trls in zip(first["fused"]["log"], first["trl"]["log"], strict=True):
+        timed = {name for name in trls if "time" in name or "per_second" in name}
+        assert {name: mine[name] for name in trls if name not in timed} == pytest.approx(
+            {name: trls[name] for name in trls if name not in timed}, rel=1e-5, abs=1e-6, nan_ok=True
+        )
