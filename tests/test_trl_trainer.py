@@ -288,7 +288,13 @@ def test_zero3_gathers_the_head_for_backward(options: Any, monkeypatch: pytest.M
 # --- what TRL lacks -------------------------------------------------------------------------------------------------
 
 
-def definition(trainer: FusedGRPOTrainer, objective: Any, reduction: str, inputs: dict[str, Tensor]) -> Result:
+def definition(
+    trainer: FusedGRPOTrainer,
+    objective: Any,
+    reduction: str,
+    inputs: dict[str, Tensor],
+    temperature: float | Tensor = 0.9,
+) -> Result:
     """From the logits of the model's own forward, in plain PyTorch; undivided by any denominator."""
     trainer.model.zero_grad(set_to_none=True)
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -301,10 +307,10 @@ def definition(trainer: FusedGRPOTrainer, objective: Any, reduction: str, inputs
         old_logp=inputs["old_per_token_logps"],
         ref_logp=inputs["ref_per_token_logps"],
         weight=inputs.get("token_weights"),
-        extras={"success_rate": inputs["success_rate"]},
+        extras={"success_rate": inputs["success_rate"]} if "success_rate" in inputs else None,
     )
     before = rlkernels.set_backend("reference")
-    out = rlkernels.policy_loss(logits, batch, objective, reduction=reduction, normalizer=1.0, temperature=0.9)
+    out = rlkernels.policy_loss(logits, batch, objective, reduction=reduction, normalizer=1.0, temperature=temperature)
     out.loss.backward()
     rlkernels.set_backend(before)
     gradients = {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
@@ -462,10 +468,11 @@ def test_nft_reads_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 OTHER_PROMPTS = {"counterfactual_prompt": ["w11 w12", "w20 w21 w22 w23 w24 w25", "w30", "w40 w42"]}
 
 
-def naive_logp(trainer: FusedGRPOTrainer, prompt: str, ids: list[int]) -> Tensor:
+def naive_logp(trainer: FusedGRPOTrainer, prompt: str, ids: list[int], temperatures: Tensor | None = None) -> Tensor:
     before = tokenizer()(prompt)["input_ids"]
     logits = trainer.model(torch.tensor([before + ids])).logits[0, len(before) - 1 : -1]
-    return (logits.double() / 0.9).log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)].detach()
+    divisor = 0.9 if temperatures is None else temperatures[:, None].double()
+    return (logits.double() / divisor).log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)].detach()
 
 
 @pytest.mark.parametrize("remove_unused_columns", [False, True])
@@ -530,6 +537,84 @@ def test_replay_without_its_column(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         fused_trainer(tmp_path, replay=Replay(), objective="nft")
     with pytest.raises(ValueError, match="strength"):
         Replay(strength=2.0)
+
+
+# --- temperatures of single tokens ------------------------------------------------------------------------------------
+
+TEMPERATURES: list[Any] = [0.5, [0.5, 1.5, 0.7], 2.0, [1.0, 1.0, 0.25, 3.0], 0.9, [1.0, 0.3], 1.0, 0.9]
+
+
+def rollout(prompts: list[Any], trainer: GRPOTrainer, temperatures: Any = TEMPERATURES) -> dict[str, Any]:
+    return {
+        "prompt_ids": trainer.processing_class(text=prompts)["input_ids"],
+        "completion_ids": COMPLETIONS,
+        "logprobs": None,
+        "temperatures": temperatures,
+    }
+
+
+def test_temperatures_of_a_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """in old log-probabilities, in several micro-batches, and in CoRT's contrast"""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    trainer = fused_trainer(tmp_path, OTHER_PROMPTS, replay=Replay(), num_iterations=2, num_generations=8)
+    trainer.args.per_device_train_batch_size = 3  # the last part is smaller
+    trainer.rollout_func = rollout
+    trainer.model.train()
+    examples = [{"prompt": "w10 w11", "counterfactual_prompt": "w12"}] * 8
+    output = trainer._generate_and_score_completions(examples)
+    for row, (ids, given) in enumerate(zip(COMPLETIONS, TEMPERATURES, strict=True)):
+        temperatures = torch.tensor(given).expand(len(ids))
+        assert output["temperatures"][row, : len(ids)].tolist() == temperatures.tolist()
+        factual, counterfactual = (naive_logp(trainer, prompt, ids, temperatures) for prompt in ("w10 w11", "w12"))
+        torch.testing.assert_close(
+            output["old_per_token_logps"][row, : len(ids)].double(), factual, rtol=1e-5, atol=1e-5
+        )
+        torch.testing.assert_close(
+            output["contrast"][row, : len(ids)].double(), factual - counterfactual, rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("given", [None, "zero3"])
+@pytest.mark.parametrize("objective", ["grpo", "gspo"])
+def test_loss_at_temperatures(
+    objective: str, given: str | None, shared: FusedGRPOTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter.patch()
+    if given == "zero3":
+        monkeypatch.setattr(shared.model.lm_head.weight, "ds_id", 7, raising=False)
+    inputs = made_up_inputs()
+    temperatures = torch.linspace(0.5, 2, ROWS * LENGTH).view(ROWS, LENGTH)
+    inputs["temperatures"] = temperatures
+    monkeypatch.setattr(shared, "_own", shared._checked(objective, None))
+    mine = step(shared, FusedGRPOTrainer.compute_loss, inputs)
+    written = resolve(objective, None).objective
+    expected = definition(shared, written, "seq_mean_token_mean", inputs, temperatures)
+    gradients = {name: gradient / (3 * ROWS) for name, gradient in expected[1].items()}
+    assert_equal_steps(mine, (expected[0] / (3 * ROWS), gradients, {}), metrics=False, tolerance=3e-5)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "vespo"])
+def test_one_temperature_for_all_is_trls(loss_type: str, options: Any) -> None:
+    trainer = options(loss_type=loss_type)
+    inputs = made_up_inputs()
+    adapter.unpatch()
+    expected = step(trainer, GRPOTrainer._compute_loss, inputs)
+    adapter.patch()
+    inputs["temperatures"] = torch.full((ROWS, LENGTH), 0.9)
+    assert_equal_steps(step(trainer, FusedGRPOTrainer.compute_loss, inputs), expected)
+    inputs["temperatures"] = torch.full((ROWS, LENGTH), 1.8)
+    assert not torch.equal(step(trainer, FusedGRPOTrainer.compute_loss, inputs)[0], expected[0])
+
+
+@pytest.mark.parametrize(
+    ("temperatures", "message"),
+    [([1.0] * 7, "expected 8, one a completion, got 7"), ([[1.0, 1.0]] * 8, "expected a number or 4 numbers")],
+)
+def test_bad_temperatures(temperatures: Any, message: str, tmp_path: Path) -> None:
+    trainer = fused_trainer(tmp_path)
+    trainer.rollout_func = lambda prompts, trainer: rollout(prompts, trainer, temperatures)
+    with pytest.raises(ValueError, match=f"temperatures: {message}"):
+        trainer._generate_and_score_completions([{"prompt": "w10"}] * 8)
 
 
 # --- two ranks ------------------------------------------------------------------------------------------------------

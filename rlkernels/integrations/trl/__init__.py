@@ -14,7 +14,7 @@ import torch
 
 from rlkernels.integrations.trl import logits
 from rlkernels.integrations.trl.head import GATHER, OPTIONAL_OUTPUTS, UTILS, ChunkedLogProb
-from rlkernels.integrations.trl.policy_call import pending
+from rlkernels.integrations.trl.policy_call import pending, temperatures_of_head
 from rlkernels.integrations.trl.replay import Replay
 
 __all__ = ["OPTIONAL_OUTPUTS", "ChunkedLogProb", "FusedGRPOTrainer", "Replay", "patch", "unpatch"]
@@ -67,7 +67,9 @@ def patch() -> None:
     of_logits = {name: _own_object(function) for name, function in _OF_LOGITS.items() if hasattr(utils, name)}
 
     def compacts_rows(device: torch.device) -> bool:
-        return pending() is None and (device.type == "cpu" or compacts(device))
+        if pending() is not None:  # a loss wants whole sequences
+            return False
+        return temperatures_of_head() is not None or device.type == "cpu" or compacts(device)
 
     _replacements.update(of_logits | {_FUNCTION: ChunkedLogProb, _COMPACTS: compacts_rows})
     _originals.update({name: getattr(utils, name) for name in _replacements})

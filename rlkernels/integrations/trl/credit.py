@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOTrainer
 from trl.trainer.utils import pad
 
 from rlkernels.credit import prefix_set_counts, success_rates
 from rlkernels.integrations.trl.replay import Replay
+from rlkernels.integrations.trl.sampling import SamplingTrainer
 
 _COLUMN = "counterfactual_prompt"
 
 
-class CreditTrainer(GRPOTrainer):
+class CreditTrainer(SamplingTrainer):
     """Adds tensors to the batch that TRL generates, by row, so that they survive its shuffling and splitting.
 
     Groups may span ranks: ids and rewards of all ranks are gathered first.
@@ -33,12 +33,6 @@ class CreditTrainer(GRPOTrainer):
         columns = self._signature_columns or []
         if self.replay is not None and _COLUMN not in columns:
             self._signature_columns = [*columns, _COLUMN]
-
-    def _generate(self, prompts: list[Any]) -> Any:
-        generated = super()._generate(prompts)
-        # of the ids themselves: masks of truncated completions will be zeroed
-        self._lengths = torch.tensor([len(ids) for ids in generated[1]], device=self.accelerator.device)
-        return generated
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         self._rewards: Tensor = super()._calculate_rewards(*args, **kwargs)  # of all ranks

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from rlkernels import backends
 from rlkernels.batch import IGNORE_INDEX
-from rlkernels.integrations.trl.policy_call import PolicyCall, pending
+from rlkernels.integrations.trl.policy_call import PolicyCall, pending, temperatures_of_head
 from rlkernels.losses import PolicyLoss, linear_policy_loss, logp_policy_loss
 from rlkernels.ops import linear_token_stats as linear_op
 from rlkernels.ops.rows import RowStats, Wanted
@@ -46,8 +46,11 @@ class ChunkedLogProb:
 
         `chunk_size` is the width of TRL's buffer; the logits here get as many bytes, cut as this package cuts them.
         """
-        head = _Head(hidden, weight, bias, temperature, chunk_size, final_logit_softcapping, logit_scale)
-        call = pending()
+        call, temperatures = pending(), temperatures_of_head()
+        numbers: float | Tensor = temperature
+        if temperatures is not None:
+            numbers = temperatures.tokens[temperatures.is_scored] if call is None else temperatures.tokens
+        head = _Head(hidden, weight, bias, numbers, chunk_size, final_logit_softcapping, logit_scale)
         with _gemms_in_dtype_of(hidden, weight):
             if call is not None:
                 return head.answer(call)
@@ -62,7 +65,7 @@ class _Head(NamedTuple):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    temperature: float
+    temperature: float | Tensor
     chunk_size: int
     softcap: float | None
     logit_scale: float
@@ -117,6 +120,8 @@ class _Head(NamedTuple):
         assert batch.targets is not None and batch.mask is not None
         if hasattr(self.weight, "ds_id"):  # ZeRO-3 frees the head before backward
             flat = self._replace(hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
+            if isinstance(self.temperature, Tensor):
+                flat = flat._replace(temperature=self.temperature.reshape(-1))
             targets = torch.where(batch.mask, batch.targets, IGNORE_INDEX)
             stats = flat.statistics(targets.view(-1), Wanted(*(name == "entropy" for name in Wanted._fields)))
             assert stats.entropy is not None

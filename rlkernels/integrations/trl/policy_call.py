@@ -1,13 +1,15 @@
-"""A policy loss inside of a model's forward, by TRL's own way through backbone and head."""
+"""What the head is told besides TRL's arguments: a policy loss inside of a model's forward, tokens' temperatures."""
 
 from __future__ import annotations
 
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from rlkernels.batch import PolicyBatch
 from rlkernels.losses import PolicyLoss
@@ -36,12 +38,26 @@ class PolicyCall:
         self.out: PolicyLoss | None = None
 
 
+class HeadTemperatures(NamedTuple):
+    """`[B, T]`, of the last T positions: temperatures, and which of these positions have a label."""
+
+    tokens: Tensor
+    is_scored: Tensor
+
+
 _pending: ContextVar[PolicyCall | None] = ContextVar("policy_call", default=None)
+
+_temperatures: ContextVar[HeadTemperatures | None] = ContextVar("head_temperatures", default=None)
 
 
 def pending() -> PolicyCall | None:
     """The call that the head has to answer, while a model's forward runs with one."""
     return _pending.get()
+
+
+def temperatures_of_head() -> HeadTemperatures | None:
+    """What replaces TRL's one temperature in the forward that runs."""
+    return _temperatures.get()
 
 
 def add_policy_loss(model: Any) -> None:
@@ -56,7 +72,7 @@ def add_policy_loss(model: Any) -> None:
     def forward(self: Any, *args: Any, policy_call: PolicyCall | None = None, **kwargs: Any) -> Any:
         if policy_call is None:
             return fused_forward(*args, **kwargs)
-        with _as_pending(policy_call):
+        with _set(_pending, policy_call):
             output = fused_forward(*args, **kwargs)
         if policy_call.out is None:
             raise RuntimeError("policy_call: expected TRL patched, got its own head; call rlkernels' patch() first")
@@ -66,10 +82,15 @@ def add_policy_loss(model: Any) -> None:
     model.forward = types.MethodType(forward, model)
 
 
+def head_temperatures(temperatures: HeadTemperatures) -> AbstractContextManager[None]:
+    """Forwards inside have these, in place of the temperature that TRL gave the head."""
+    return _set(_temperatures, temperatures)
+
+
 @contextmanager
-def _as_pending(call: PolicyCall) -> Iterator[None]:
-    token = _pending.set(call)
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _pending.reset(token)
+        variable.reset(token)

@@ -64,6 +64,9 @@ class FusedGRPOTrainer(CreditTrainer):
     `seq_mean_*`, rows x `max_completion_length` for `seq_mean_token_sum_norm`. `metrics` of `PolicyLoss` are logged as
     `policy/...`, its entropy and KL under TRL's names.
 
+    A `rollout_func` may return `temperatures`, for each completion a number or one for each token: they replace
+    `args.temperature` wherever log-probabilities are computed.
+
     Building one calls `patch()`; it stays in force for every trainer until `unpatch()`.
 
     Args:
