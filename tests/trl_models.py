@@ -21,7 +21,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1", pad_token="w2")
 
 
-def tiny_model() -> Qwen3ForCausalLM:
+def tiny_model(tie_word_embeddings: bool = False) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -31,7 +31,7 @@ def tiny_model() -> Qwen3ForCausalLM:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tie_word_embeddings,
         eos_token_id=1,
         pad_token_id=2,
         dtype="float32",
