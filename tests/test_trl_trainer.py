@@ -356,10 +356,35 @@ def test_a_micro_batch_without_tokens(options: Any) -> None:
 
 
 def test_without_the_patch_it_says_so(options: Any) -> None:
-    trainer = options()
-    adapter.unpatch()
-    with pytest.raises(RuntimeError, match="expected TRL patched"):
-        trainer._compute_loss(trainer.model, made_up_inputs())
+    for loss_type in ("dapo", "vespo"):
+        trainer = options(loss_type=loss_type)
+        adapter.unpatch()
+        inputs = made_up_inputs()
+        if loss_type == "vespo":
+            trainer.compute_loss(trainer.model, inputs)  # TRL's own loss needs no patch, but with
+            inputs["temperatures"] = torch.ones(ROWS, LENGTH)
+        with pytest.raises(RuntimeError, match="expected TRL patched"):
+            trainer.compute_loss(trainer.model, inputs)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_rows_that_are_not_trained_are_not_projected(loss_type: str, options: Any) -> None:
+    """their hidden states may be NaN"""
+    adapter.patch()
+    trainer = options(loss_type=loss_type, entropy_coef=0.02)
+    inputs = made_up_inputs(with_tools=True)
+    expected = step(trainer, FusedGRPOTrainer._compute_loss, inputs)
+    trained = torch.zeros(ROWS, PROMPT + LENGTH, dtype=torch.bool)
+    trained[:, PROMPT - 1 : -1] = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+
+    def poison(module: Any, args: Any, output: Any) -> Any:
+        output.last_hidden_state = torch.where(trained[..., None], output.last_hidden_state, torch.nan)
+        return output
+
+    hook = trainer.model.model.register_forward_hook(poison)
+    mine = step(trainer, FusedGRPOTrainer._compute_loss, inputs)
+    hook.remove()
+    assert_equal_steps(mine, expected)
 
 
 def test_the_loss_is_an_output_of_the_forward(options: Any) -> None:

@@ -100,11 +100,12 @@ class CreditTrainer(SamplingTrainer):
     def _logp(self, prompt_ids: Tensor, prompt_mask: Tensor, output: dict[str, Any]) -> Tensor:
         """Of the batch's completions after these prompts, by the policy that sampled them."""
         args, ids = self.args, output["completion_ids"]
-        logp, _, _ = self._get_per_token_logps_and_entropies(
-            self.model,
-            torch.cat([prompt_ids, ids], dim=1),
-            torch.cat([prompt_mask, output["completion_mask"]], dim=1),
-            ids.shape[1],
-            batch_size=args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size,
-        )
+        with self._at(output.get("temperatures")):
+            logp, _, _ = self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([prompt_ids, ids], dim=1),
+                torch.cat([prompt_mask, output["completion_mask"]], dim=1),
+                ids.shape[1],
+                batch_size=args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size,
+            )
         return logp

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
-from trl.trainer.utils import pad
+from trl.trainer import utils
 
+from rlkernels.integrations.trl.head import ChunkedLogProb
 from rlkernels.integrations.trl.policy_call import HeadTemperatures, head_temperatures
 
 _FIELD = "temperatures"
@@ -40,7 +43,7 @@ class SamplingTrainer(GRPOTrainer):
                     f"temperatures: expected a number or {len(ids)} numbers for a completion of {len(ids)} tokens, "
                     f"got shape {list(row.shape)}"
                 )
-        padded: Tensor = pad(
+        padded: Tensor = utils.pad(
             [row.expand(len(ids)) for row, ids in zip(rows, completion_ids, strict=True)],
             padding_value=1.0,
             padding_side="right",
@@ -49,15 +52,25 @@ class SamplingTrainer(GRPOTrainer):
         return padded.to(self.accelerator.device)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        if self._temperatures is not None:
-            output[_FIELD] = self._temperatures
+        with self._at(None):  # `_generate` knows better
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+            if self._temperatures is not None:
+                output[_FIELD] = self._temperatures
         return output
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        self._temperatures = inputs.get(_FIELD)
-        loss: Tensor = super().compute_loss(model, inputs, *args, **kwargs)
+        with self._at(inputs.get(_FIELD)):
+            loss: Tensor = super().compute_loss(model, inputs, *args, **kwargs)
         return loss
+
+    @contextmanager
+    def _at(self, temperatures: Tensor | None) -> Iterator[None]:
+        """Log-probabilities inside are at these temperatures; None: at TRL's."""
+        self._temperatures = temperatures
+        try:
+            yield
+        finally:
+            self._temperatures = None
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -71,6 +84,8 @@ class SamplingTrainer(GRPOTrainer):
         score = super()._get_per_token_logps_and_entropies
         if self._temperatures is None:
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size, **rest)
+        if utils._ChunkedLogProbFunction is not ChunkedLogProb:  # TRL's own would take one for all
+            raise RuntimeError("temperatures: expected TRL patched, got its own head; call rlkernels' patch() first")
         rows = batch_size or input_ids.shape[0]
         if rows < input_ids.shape[0] and any(rest.get(name) is not None for name in ("pixel_values", "num_images")):
             raise ValueError("temperatures: expected prompts of text, got images")
