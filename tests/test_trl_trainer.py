@@ -755,7 +755,7 @@ def test_bad_temperatures(temperatures: Any, message: str, tmp_path: Path) -> No
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    """DDP over gloo: TRL's log and weights to its numbers; prefix sets of a group that lies on both ranks"""
+    """DDP and FSDP2 over gloo: TRL's log and weights to its numbers; prefix sets of a group that lies on both ranks"""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -776,6 +776,10 @@ def test_two_ranks(tmp_path: Path) -> None:
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2))
     assert first["weighed"]["counts"] == [[4, 3, 2, 2], [4, 3, 1, 1]]
     assert second["weighed"]["counts"] == [[4, 1, 1, 1, 1, 1], [4, 3, 2, 2, 1, 1]]
+    for rank in (first, second):
+        torch.testing.assert_close(*rank["sharded"]["losses"], rtol=1e-5, atol=1e-6)
+        for name, whole, part in rank["sharded"]["gradients"]:
+            assert (part - whole).norm() <= 3e-5 * whole.norm(), name
     start = tiny_model().state_dict()
     for kind in ("fused", "gmpo"):
         for name, weight in first[kind]["weights"].items():
