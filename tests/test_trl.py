@@ -21,14 +21,12 @@ import torch
 
 pytest.importorskip("trl", reason="needs the trl extra: pip install -c constraints.txt -e '.[test,trl]'")
 
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Generator, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils
+from trl_models import VOCAB, config, dataset, low_ids, tiny_model, tokenizer
 
 import rlkernels
 from rlkernels.integrations import trl as adapter
@@ -245,67 +243,13 @@ def test_importing_the_adapter_does_not_import_trl() -> None:
 
 # --- a trainer ------------------------------------------------------------------------------------------------------
 
-VOCAB = 32768
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1", pad_token="w2")
-
-
-def tiny_model() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-        pad_token_id=2,
-        dtype="float32",
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight[1] *= 50  # completions end early, at different lengths
-    return model
-
-
-def low_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(index < VOCAB // 2 for index in ids) / len(ids) + 0.01 * len(ids) for ids in completion_ids]
-
 
 def trainer(folder: Path) -> GRPOTrainer:
-    prompts = ["w10 w11 w12", "w20", "w30 w31 w32 w33 w34", "w40 w41"]
-    arguments = GRPOConfig(
-        output_dir=str(folder),
-        seed=3,
-        use_cpu=True,
-        bf16=False,
-        max_steps=3,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=12,
-        temperature=0.9,
-        entropy_coef=0.01,
-        optim="sgd",
-        learning_rate=0.05,
-        lr_scheduler_type="constant",
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
     return GRPOTrainer(
         model=tiny_model(),
         reward_funcs=low_ids,
-        args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        args=config(folder, entropy_coef=0.01),
+        train_dataset=dataset(),
         processing_class=tokenizer(),
     )
 
