@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlkernels import backends, checks, schedules
 from rlkernels.batch import IGNORE_INDEX, PolicyBatch
+from rlkernels.distributed import with_shard
 from rlkernels.metrics import Metrics
 from rlkernels.objectives import Objective
 from rlkernels.ops.gradient_in_forward import GradientInForward, Parts
@@ -39,6 +43,8 @@ def policy_loss(
     temperature: Number = 1.0,
     softcap: Number | None = None,
     logit_scale: Number = 1.0,
+    vocab_start: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
 ) -> PolicyLoss:
     """A policy loss from logits, without a second `[N, V]` tensor besides the gradient.
 
@@ -57,6 +63,7 @@ def policy_loss(
         normalizer: replaces the reduction's denominator (see `global_normalizer`); a number or 0-d tensor, >= 0. 0, the
             count of an empty batch, gives the loss 0 of one.
         temperature, softcap, logit_scale: as in `token_stats`; a `[B]` temperature goes by sequence.
+        vocab_start, tp_group: as in `token_stats`; the batch and the loss are the same on every rank.
 
     Returns:
         `PolicyLoss(loss, metrics, logp, entropy)`.
@@ -76,15 +83,17 @@ def policy_loss(
     """
     recipe = _checked_recipe(batch, objective, reduction, normalizer)
     segments, targets, temperature = _rows_of_batch(batch, temperature)
-    rows = make_rows(logits, targets, temperature, softcap, logit_scale, IGNORE_INDEX)
-    options = _single_sweep_options(rows, recipe)
+    make = functools.partial(make_rows, logits, targets, temperature, softcap, logit_scale, IGNORE_INDEX)
+    rows, shard = with_shard(make, tp_group, vocab_start)
+    # a shard's rows are known when all ranks' are
+    options = _single_sweep_options(rows, recipe) if shard is None else None
     if options is not None:
         fused = objective_batch(batch, segments, recipe, compute_dtype(logits.dtype))
         checks.refuse_transforms("policy_loss", rows.logits)
         loss, sums, logp, entropy = PolicySweep.apply(rows.logits, rows, options, fused)
         metrics = fused_metrics(sums, batch, options, has_entropy=True)
         return PolicyLoss(loss, metrics, logp.view(targets.shape), entropy.view(targets.shape))
-    stats = stats_of_rows(rows, ("entropy",), targets.shape)
+    stats = stats_of_rows(rows, shard, ("entropy",), targets.shape)
     return token_loss(stats.logp, stats.entropy, batch, segments, recipe)
 
 
@@ -111,6 +120,7 @@ def linear_policy_loss(
     softcap: Number | None = None,
     logit_scale: Number = 1.0,
     chunk_bytes: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
 ) -> PolicyLoss:
     """`policy_loss` from hidden states and the head's weight: no `[N, V]` tensor, neither logits nor gradient.
 
@@ -118,7 +128,8 @@ def linear_policy_loss(
 
     Args:
         hidden: `[B, T, H]`, or packed `[N, H]` or `[1, N, H]`.
-        weight, bias, chunk_bytes: as in `linear_token_stats`.
+        weight, bias, chunk_bytes, tp_group: as in `linear_token_stats`; the batch and the loss are the same on every
+            rank.
         batch, objective, reduction, normalizer, temperature, softcap, logit_scale: as in `policy_loss`.
 
     Returns, Raises: as `policy_loss`.
@@ -134,12 +145,13 @@ def linear_policy_loss(
     """
     recipe = _checked_recipe(batch, objective, reduction, normalizer)
     segments, targets, temperature = _rows_of_batch(batch, temperature)
-    rows = make_linear_rows(hidden, weight, bias, targets, temperature, softcap, logit_scale, IGNORE_INDEX)
     chunk_bytes = make_chunk_bytes(chunk_bytes)
-    parts = _parts_with_gradient_in_forward(rows, batch, recipe, chunk_bytes)
+    arguments = (hidden, weight, bias, targets, temperature, softcap, logit_scale, IGNORE_INDEX)
+    rows, shard = with_shard(functools.partial(make_linear_rows, *arguments), tp_group, None, batch.rows)
+    parts = _parts_with_gradient_in_forward(rows, batch, recipe, chunk_bytes) if shard is None else []
     if parts:
         return _loss_in_parts(rows, batch, segments, parts, recipe, chunk_bytes)
-    stats = linear_stats(rows, ("entropy",), chunk_bytes, targets.shape, batch.rows)
+    stats = linear_stats(rows, shard, ("entropy",), chunk_bytes, targets.shape, batch.rows)
     return token_loss(stats.logp, stats.entropy, batch, segments, recipe)
 
 
