@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import itertools
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -356,6 +357,96 @@ def policy_losses(rank: int, world: int, backend: str) -> None:
                 assert_close(part.grad, whole.grad, atol=20 * scale, rtol=scale)
                 if not frozen:
                     assert_close(head.grad, whole_head.grad[columns], atol=20 * scale, rtol=scale)
+
+
+SEQUENCES = {2: [(4, 3), (7, 0)], 4: [(3, 0, 2, 2), (0, 0, 7, 0)]}
+LONGEST = 9
+DATA_PARALLEL = (
+    ("token_mean", rlkernels.GRPO(kl_coef=0.1, entropy_coef=0.02)),
+    ("seq_mean_token_mean", rlkernels.GSPO(clip_low=2.0, clip_high=2.0)),
+    ("seq_mean_token_sum", rlkernels.GMPO()),
+    ("seq_mean_token_sum_norm", rlkernels.CISPO(ratio_max=1.5)),
+    ("token_sum", rlkernels.Reinforce()),
+)
+
+
+def whole_batch(dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Seven sequences of unequal lengths, one of them empty; hidden states and a head."""
+    targets = torch.randint(0, VOCAB, (7, 5), generator=generator(11))
+    lengths = torch.tensor([5, 1, 0, 3, 2, 5, 4])
+    targets[torch.arange(5) >= lengths[:, None]] = IGNORE
+    hidden, weight = 0.2 * drawn(7, 5, 6, dtype=dtype), drawn(VOCAB, 6, dtype=dtype, seed=1)
+    old_logp = token_stats(hidden @ weight.T, targets).logp + 0.1 * drawn(7, 5, dtype=dtype, seed=12)
+    batch = {
+        "targets": targets,
+        "advantages": torch.linspace(-1, 1.3, 7, dtype=dtype),
+        "old_logp": old_logp,
+        "ref_logp": old_logp.flip(-1),
+    }
+    return batch, hidden, weight
+
+
+def compare_metrics(actual: rlkernels.Metrics, expected: rlkernels.Metrics) -> None:
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        assert_close(
+            actual[name], value, atol=1e-6, rtol=1e-6, check_dtype=False, msg=lambda t, name=name: f"{name}: {t}"
+        )
+
+
+@case
+def data_parallel(rank: int, world: int) -> None:
+    """Whole sequences spread unevenly, ranks without any included, in micro-batches."""
+    for counts, dtype in itertools.product(SEQUENCES[world], (torch.float64, torch.float32)):
+        batch, hidden, weight = whole_batch(dtype)
+        start = sum(counts[:rank])
+        own = slice(start, start + counts[rank])
+        micro = [slice(start, min(start + 1, own.stop)), slice(min(start + 1, own.stop), own.stop)]
+        for (reduction, objective), gradients in itertools.product(DATA_PARALLEL, ("mean", "sum")):
+            max_length = LONGEST if reduction == "seq_mean_token_sum_norm" else None
+            norm = None if max_length is None else 7.0 * LONGEST
+            head = leaf(weight)
+            options: dict[str, Any] = {"objective": objective, "reduction": reduction}
+            expected = rlkernels.linear_policy_loss(hidden, head, PolicyBatch(**batch), normalizer=norm, **options)
+            expected.loss.backward()
+
+            parts = [PolicyBatch(**{name: value[span] for name, value in batch.items()}) for span in micro]
+            normalizer = rlkernels.global_normalizer(parts, reduction, gradients=gradients, max_length=max_length)
+            own_head = leaf(weight)
+            loss, metrics = torch.zeros((), dtype=dtype), []
+            for part, span in zip(parts, micro, strict=True):
+                out = rlkernels.linear_policy_loss(hidden[span], own_head, part, normalizer=normalizer, **options)
+                out.loss.backward()
+                loss += out.loss.detach()
+                metrics.append(out.metrics)
+            ranks = world if gradients == "mean" else 1
+            for total in (loss, own_head.grad):
+                dist.all_reduce(total)
+                total /= ranks  # as DDP does
+            scale = 1e-12 if dtype == torch.float64 else 1e-6
+            assert_close(loss, expected.loss, atol=scale, rtol=scale)
+            assert_close(own_head.grad, head.grad, atol=scale, rtol=5 * scale)
+            compare_metrics(rlkernels.Metrics.merge(metrics).all_reduce(), expected.metrics)
+
+
+@case
+def data_parallel_times_shards(rank: int, world: int) -> None:
+    """Two by two: the head in two shards, the sequences in two parts."""
+    if world != 4:
+        return
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    tp_group, dp_group = pairs[rank // 2], pairs[2 + rank % 2]
+    batch, hidden, weight = whole_batch(torch.float64)
+    head, columns = leaf(weight), columns_of(rank % 2, (40, 21))
+    rlkernels.linear_policy_loss(hidden, head, PolicyBatch(**batch), "dapo").loss.backward()
+    own = (slice(0, 5), slice(5, 7))[rank // 2]
+    part = PolicyBatch(**{name: value[own] for name, value in batch.items()})
+    shard = leaf(weight[columns])
+    normalizer = rlkernels.global_normalizer(part, "token_mean", group=dp_group, gradients="sum")
+    loss = rlkernels.linear_policy_loss(hidden[own], shard, part, "dapo", normalizer=normalizer, tp_group=tp_group).loss
+    loss.backward()
+    dist.all_reduce(shard.grad, group=dp_group)
+    close(shard.grad, head.grad[columns])
 
 
 def raised(call: Callable[[], Any]) -> str:
