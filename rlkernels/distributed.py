@@ -22,14 +22,14 @@ AnyRows = TypeVar("AnyRows", Rows, LinearRows)
 class _Report(NamedTuple):
     """What a rank tells the others before the first collective whose shape depends on it."""
 
-    error: str | None
+    error: str | None = None
     columns: int = 0
     vocab_start: int | None = None
     common: tuple[tuple[str, Any], ...] = ()  # what has to be the same on every rank
 
 
 # Where values are not checked, a GPU's host must not wait for the others in every call.
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Report, VocabShard]] = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Report, Any]] = weakref.WeakKeyDictionary()
 
 
 def _check_group(name: str, group: Any) -> None:
@@ -63,7 +63,7 @@ def _agree_on_shards(
     The ranks tell each other their sizes in every call on the CPU and under `set_checks(True)`, else once for each.
     """
     _check_group("tp_group", tp_group)
-    failure, rows, report = None, None, _Report(None)
+    failure, rows, report = None, None, _Report()
     try:
         _check_vocab_start(vocab_start)
         rows = make(fewest_columns=0)
@@ -79,11 +79,13 @@ def _agree_on_shards(
         failure, report = error, _Report(f"{type(error).__name__}: {error}")
     if rows is None or checks.values_are_checked(rows.targets.device):
         labels = () if rows is None else (("checksum of targets", zlib.crc32(rows.targets.cpu().numpy().tobytes())),)
-        shard = _exchange(report._replace(common=report.common + labels), tp_group, failure)
+        shard = _shard_of(
+            _exchange("tp_group", tp_group, report._replace(common=report.common + labels), failure), tp_group
+        )
     else:
         known = _agreed.setdefault(tp_group, {})
         if report not in known:
-            known[report] = _exchange(report, tp_group, failure)
+            known[report] = _shard_of(_exchange("tp_group", tp_group, report, failure), tp_group)
         shard = known[report]
     assert rows is not None  # else its error was raised
     return rows, shard
@@ -94,23 +96,43 @@ def _check_vocab_start(vocab_start: int | None) -> None:
         raise TypeError(f"vocab_start: expected an integer or None, got {checks.describe(vocab_start)}")
 
 
-def _exchange(report: _Report, group: dist.ProcessGroup, failure: Exception | None) -> VocabShard:
-    """All ranks raise if one has failed or if their shards do not make up a vocabulary."""
+@torch.compiler.disable(reason="the sequences of ranks are agreed upon by exchanging Python objects")
+def agree_on_sequences(cp_group: dist.ProcessGroup, sequences: int, logp: Tensor) -> None:
+    """Raises on all ranks where one has another number of sequences, or no gradient while another has.
+
+    As often as with shards of a vocabulary.
+    """
+    _check_group("cp_group", cp_group)
+    wants_gradient = torch.is_grad_enabled() and logp.requires_grad
+    report = _Report(common=(("sequences", sequences), ("requires_grad of log-probabilities", wants_gradient)))
+    known = _agreed.setdefault(cp_group, {})
+    if checks.values_are_checked(logp.device) or report not in known:
+        _exchange("cp_group", cp_group, report)
+        known[report] = None
+
+
+def _exchange(name: str, group: dist.ProcessGroup, report: _Report, failure: Exception | None = None) -> list[_Report]:
+    """Every rank's report. All ranks raise if one has failed or if what they must have in common differs."""
     reports: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(reports, report, group=group)
     if failure is not None:
         raise failure
     for rank, other in enumerate(reports):
         if other.error is not None:
-            raise ValueError(f"tp_group: expected right arguments on every rank, got on rank {rank}: {other.error}")
+            raise ValueError(f"{name}: expected right arguments on every rank, got on rank {rank}: {other.error}")
     for rank, other in enumerate(reports):
-        for (name, first), (_, value) in zip(reports[0].common, other.common, strict=False):
+        for (what, first), (_, value) in zip(reports[0].common, other.common, strict=False):
             if first != value:
                 raise ValueError(
-                    f"tp_group: expected the same {name} on every rank, got {first} on rank 0, {value} on rank {rank}"
+                    f"{name}: expected the same {what} on every rank, got {first} on rank 0, {value} on rank {rank}"
                 )
         if len(other.common) != len(reports[0].common):
-            raise ValueError(f"tp_group: expected the same arguments on every rank, got others on rank {rank}")
+            raise ValueError(f"{name}: expected the same arguments on every rank, got others on rank {rank}")
+    return reports
+
+
+def _shard_of(reports: list[_Report], group: dist.ProcessGroup) -> VocabShard:
+    """This rank's, if all ranks' make up a vocabulary."""
     starts = _first_columns(reports)
     vocab = sum(other.columns for other in reports)
     return VocabShard(starts[dist.get_rank(group)], vocab, group.group_name)
@@ -168,3 +190,48 @@ class SharedByShards(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dvalues: Tensor) -> tuple[Tensor, None]:
         return ctx.shard.sum(dvalues.clone(memory_format=torch.contiguous_format)), None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The ranks' sum, on every rank. Each rank's loss depends on it, so its gradient is a sum too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, dsum: Tensor) -> tuple[Tensor, None]:
+        return _summed(dsum, ctx.group), None
+
+
+class _TotalOfShares(torch.autograd.Function):
+    """The ranks' sum in value; a rank's gradient is that of its own share."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _summed(share, group)
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None]:
+        return dtotal, None
+
+
+def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = values.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+@torch.compiler.disable(reason="sums over ranks are not traced")
+def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Of what a sequence's parts add up to, before it enters every rank's loss."""
+    total: Tensor = values if group is None else _SumOverRanks.apply(values, group)
+    return total
+
+
+@torch.compiler.disable(reason="sums over ranks are not traced")
+def total_of_shares(share: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """A loss of which every rank has made its share."""
+    total: Tensor = share if group is None else _TotalOfShares.apply(share, group)
+    return total
