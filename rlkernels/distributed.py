@@ -1,4 +1,7 @@
-"""Losses over many processes, on torch.distributed: who has which columns of a vocabulary, and the ranks' agreement."""
+"""Losses over many processes, on torch.distributed: the ranks' agreement on sizes, and sums with gradients over ranks.
+
+Nothing here is traced by `torch.compile`: it breaks the graph, and under `fullgraph=True` it raises.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,7 @@ class _Report(NamedTuple):
 
 # Where values are not checked, a GPU's host must not wait for the others in every call.
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Report, Any]] = weakref.WeakKeyDictionary()
+_MOST_AGREED = 4096
 
 
 def _check_group(name: str, group: Any) -> None:
@@ -54,7 +58,7 @@ def with_shard(
     return make(fewest_columns=1), None
 
 
-@torch.compiler.disable(reason="the shards of a vocabulary are agreed upon by exchanging Python objects")
+@torch.compiler.disable
 def _agree_on_shards(
     make: Callable[..., AnyRows], tp_group: dist.ProcessGroup, vocab_start: int | None, selected: Tensor | None
 ) -> tuple[AnyRows, VocabShard]:
@@ -67,10 +71,8 @@ def _agree_on_shards(
     try:
         _check_vocab_start(vocab_start)
         rows = make(fewest_columns=0)
-        anything = 2**63 - 1  # the vocabulary is not known yet
-        checks.check_row_values(
-            rows.targets, anything, rows.ignore_index, rows.temperature, rows.softcap, rows.logit_scale
-        )
+        used = rows.targets != rows.ignore_index
+        checks.check_scaling(used, rows.temperature, rows.softcap, rows.logit_scale)
         common = {"rows": rows.targets.shape[0], **rows.sizes()}
         if selected is not None:
             common["selected rows"] = selected.numel()
@@ -85,6 +87,8 @@ def _agree_on_shards(
     else:
         known = _agreed.setdefault(tp_group, {})
         if report not in known:
+            if len(known) == _MOST_AGREED:
+                known.clear()  # on every rank in the same call: all have met the same numbers of rows
             known[report] = _shard_of(_exchange("tp_group", tp_group, report, failure), tp_group)
         shard = known[report]
     assert rows is not None  # else its error was raised
@@ -96,7 +100,7 @@ def _check_vocab_start(vocab_start: int | None) -> None:
         raise TypeError(f"vocab_start: expected an integer or None, got {checks.describe(vocab_start)}")
 
 
-@torch.compiler.disable(reason="the sequences of ranks are agreed upon by exchanging Python objects")
+@torch.compiler.disable
 def agree_on_sequences(cp_group: dist.ProcessGroup, sequences: int, logp: Tensor) -> None:
     """Raises on all ranks where one has another number of sequences, or no gradient while another has.
 
@@ -223,14 +227,14 @@ def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-@torch.compiler.disable(reason="sums over ranks are not traced")
+@torch.compiler.disable
 def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Of what a sequence's parts add up to, before it enters every rank's loss."""
     total: Tensor = values if group is None else _SumOverRanks.apply(values, group)
     return total
 
 
-@torch.compiler.disable(reason="sums over ranks are not traced")
+@torch.compiler.disable
 def total_of_shares(share: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A loss of which every rank has made its share."""
     total: Tensor = share if group is None else _TotalOfShares.apply(share, group)
