@@ -39,6 +39,12 @@ BACKENDS = [name for name in ("cpu", "reference", "triton") if backends.why_unav
 Case = Callable[[int, int], None]
 
 
+def in_both_dtypes(variants: list[tuple[int, ...]], backend: str = "cpu") -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Every variant in float64, the last one in float32 too; that alone in Triton, whose interpreter is slow."""
+    last = (variants[-1], torch.float32)
+    return [last] if backend == "triton" else [*((variant, torch.float64) for variant in variants), last]
+
+
 def few_if_slow(backend: str, *cases: Any) -> tuple[Any, ...]:
     """Of Triton, whose interpreter is slow, the last case alone."""
     return cases[-1:] if backend == "triton" else cases
@@ -124,11 +130,10 @@ def token_stats_of_shards(rank: int, world: int, backend: str) -> None:
     rows = 6
     targets = some_targets(rows)
     temperature = torch.linspace(0.5, 2, rows)
-    for widths in few_if_slow(backend, *WIDTHS[world]):
-        for dtype in few_if_slow(backend, torch.float64, torch.float32):
-            logits = drawn(rows, VOCAB, dtype=dtype)
-            compare_token_stats(logits, targets, rank, widths, temperature=0.7)
-            compare_token_stats(logits, targets, rank, widths, temperature=temperature, softcap=4.0, logit_scale=1.5)
+    for widths, dtype in in_both_dtypes(WIDTHS[world], backend):
+        logits = drawn(rows, VOCAB, dtype=dtype)
+        compare_token_stats(logits, targets, rank, widths, temperature=0.7)
+        compare_token_stats(logits, targets, rank, widths, temperature=temperature, softcap=4.0, logit_scale=1.5)
         shaped = logits.view(2, 3, VOCAB).transpose(0, 1)
         compare_token_stats(shaped, targets.view(3, 2), rank, widths, temperature=temperature[:3])
     compare_token_stats(drawn(rows, VOCAB, dtype=torch.bfloat16), targets, rank, WIDTHS[world][0])
@@ -264,17 +269,16 @@ def logp_alone(stats: Any) -> Tensor:
 
 @on_each_backend
 def linear_path(rank: int, world: int, backend: str) -> None:
-    for widths in few_if_slow(backend, *WIDTHS[world]):
-        for dtype in few_if_slow(backend, torch.float64, torch.float32):
-            compare_linear(rank, widths, dtype, "hidden weight bias", temperature=0.7, softcap=4.0)
-            temperature = torch.linspace(0.5, 2, 7)
-            for options in few_if_slow(backend, {}, {"temperature": temperature}, {"softcap": 4.0, "logit_scale": 0.5}):
-                compare_linear(rank, widths, dtype, "hidden", objective=logp_alone, **options)
-                compare_linear(rank, widths, dtype, "hidden", **options)
-            if backend != "triton":
-                compare_linear(rank, widths, dtype, "hidden weight", with_bias=False, chunk_bytes=1)
-                compare_linear(rank, widths, dtype, "weight", objective=logp_alone)
-                compare_linear(rank, widths, dtype, "", with_bias=False)
+    temperature = torch.linspace(0.5, 2, 7)
+    for widths, dtype in in_both_dtypes(WIDTHS[world], backend):
+        compare_linear(rank, widths, dtype, "hidden weight bias", temperature=0.7, softcap=4.0)
+        for options in few_if_slow(backend, {}, {"temperature": temperature}, {"softcap": 4.0, "logit_scale": 0.5}):
+            compare_linear(rank, widths, dtype, "hidden", objective=logp_alone, **options)
+            compare_linear(rank, widths, dtype, "hidden", **options)
+        if backend != "triton":
+            compare_linear(rank, widths, dtype, "hidden weight", with_bias=False, chunk_bytes=1)
+            compare_linear(rank, widths, dtype, "weight", objective=logp_alone)
+            compare_linear(rank, widths, dtype, "", with_bias=False)
     compare_linear(rank, WIDTHS[world][0], torch.bfloat16, "hidden weight bias")
     compare_linear(rank, WIDTHS[world][0], torch.bfloat16, "hidden", objective=logp_alone)
 
@@ -408,7 +412,7 @@ def compare_metrics(actual: rlkernels.Metrics, expected: rlkernels.Metrics) -> N
 @case
 def data_parallel(rank: int, world: int) -> None:
     """Whole sequences spread unevenly, ranks without any included, in micro-batches."""
-    for counts, dtype in itertools.product(SEQUENCES[world], (torch.float64, torch.float32)):
+    for counts, dtype in in_both_dtypes(SEQUENCES[world]):
         batch, hidden, weight = whole_batch(dtype)
         start = sum(counts[:rank])
         own = slice(start, start + counts[rank])
@@ -502,7 +506,7 @@ SPREAD = (
 @case
 def sequences_across_ranks(rank: int, world: int) -> None:
     """Every rank has some tokens of every sequence: unevenly, or none at all."""
-    for counts, dtype in itertools.product(TOKENS[world], (torch.float64, torch.float32)):
+    for counts, dtype in in_both_dtypes(TOKENS[world]):
         batch, hidden, weight = whole_batch(dtype)
         own = columns_of(rank, counts)
         part = PolicyBatch(**{name: v if v.ndim == 1 else v[:, own] for name, v in batch.items()})
