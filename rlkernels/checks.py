@@ -165,6 +165,13 @@ def check_row_values(
             f"targets: expected labels in [0, {vocab}) or ignore_index {ignore_index}, "
             f"got {int(targets[row])} at row {row}"
         )
+    check_scaling(used, temperature, softcap, logit_scale)
+
+
+def check_scaling(used: Tensor, temperature: Tensor, softcap: Tensor | None, logit_scale: Tensor) -> None:
+    """The values of what scales the logits of the rows in use."""
+    if not values_are_checked(used.device):
+        return
     per_row = temperature[used] if temperature.numel() > 1 else temperature
     for name, values in (("temperature", per_row), ("softcap", softcap), ("logit_scale", logit_scale)):
         if values is not None and values.numel() and not bool(((values > 0) & values.isfinite()).all()):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlkernels import backends, checks, schedules
 from rlkernels.batch import IGNORE_INDEX, PolicyBatch
+from rlkernels.distributed import with_shard
 from rlkernels.metrics import Metrics
 from rlkernels.objectives import Objective
 from rlkernels.ops.gradient_in_forward import GradientInForward, Parts
@@ -39,6 +43,9 @@ def policy_loss(
     temperature: Number = 1.0,
     softcap: Number | None = None,
     logit_scale: Number = 1.0,
+    vocab_start: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> PolicyLoss:
     """A policy loss from logits, without a second `[N, V]` tensor besides the gradient.
 
@@ -57,6 +64,12 @@ def policy_loss(
         normalizer: replaces the reduction's denominator (see `global_normalizer`); a number or 0-d tensor, >= 0. 0, the
             count of an empty batch, gives the loss 0 of one.
         temperature, softcap, logit_scale: as in `token_stats`; a `[B]` temperature goes by sequence.
+        vocab_start, tp_group: as in `token_stats`; the batch and the loss are the same on every rank.
+        cp_group: process group over whose ranks every sequence's tokens are spread: each has all B sequences, of each
+            its own tokens (as many as it has; none is fine too), and what is given by sequence is the same on every
+            rank (packed as `[B, 1]`: a rank may have B tokens). The loss is the whole batch's, the gradient that of a
+            rank's own tokens, so parameters' gradients are to be added over the group; metrics are those of the rank's
+            tokens (`Metrics.all_reduce(cp_group)`). An objective that is a callable sees the rank's tokens alone.
 
     Returns:
         `PolicyLoss(loss, metrics, logp, entropy)`.
@@ -76,15 +89,19 @@ def policy_loss(
     """
     recipe = _checked_recipe(batch, objective, reduction, normalizer)
     segments, targets, temperature = _rows_of_batch(batch, temperature)
-    rows = make_rows(logits, targets, temperature, softcap, logit_scale, IGNORE_INDEX)
-    options = _single_sweep_options(rows, recipe)
+    segments = segments.across(cp_group)
+    make = functools.partial(make_rows, logits, targets, temperature, softcap, logit_scale, IGNORE_INDEX)
+    rows, shard = with_shard(make, tp_group, vocab_start)
+    # what a row's gradient depends on is not all here
+    is_spread = shard is not None or cp_group is not None
+    options = None if is_spread else _single_sweep_options(rows, recipe)
     if options is not None:
         fused = objective_batch(batch, segments, recipe, compute_dtype(logits.dtype))
         checks.refuse_transforms("policy_loss", rows.logits)
         loss, sums, logp, entropy = PolicySweep.apply(rows.logits, rows, options, fused)
         metrics = fused_metrics(sums, batch, options, has_entropy=True)
         return PolicyLoss(loss, metrics, logp.view(targets.shape), entropy.view(targets.shape))
-    stats = stats_of_rows(rows, ("entropy",), targets.shape)
+    stats = stats_of_rows(rows, shard, ("entropy",), targets.shape)
     return token_loss(stats.logp, stats.entropy, batch, segments, recipe)
 
 
@@ -111,6 +128,8 @@ def linear_policy_loss(
     softcap: Number | None = None,
     logit_scale: Number = 1.0,
     chunk_bytes: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> PolicyLoss:
     """`policy_loss` from hidden states and the head's weight: no `[N, V]` tensor, neither logits nor gradient.
 
@@ -118,8 +137,9 @@ def linear_policy_loss(
 
     Args:
         hidden: `[B, T, H]`, or packed `[N, H]` or `[1, N, H]`.
-        weight, bias, chunk_bytes: as in `linear_token_stats`.
-        batch, objective, reduction, normalizer, temperature, softcap, logit_scale: as in `policy_loss`.
+        weight, bias, chunk_bytes, tp_group: as in `linear_token_stats`; the batch and the loss are the same on every
+            rank.
+        batch, objective, reduction, normalizer, temperature, softcap, logit_scale, cp_group: as in `policy_loss`.
 
     Returns, Raises: as `policy_loss`.
 
@@ -134,12 +154,15 @@ def linear_policy_loss(
     """
     recipe = _checked_recipe(batch, objective, reduction, normalizer)
     segments, targets, temperature = _rows_of_batch(batch, temperature)
-    rows = make_linear_rows(hidden, weight, bias, targets, temperature, softcap, logit_scale, IGNORE_INDEX)
+    segments = segments.across(cp_group)
     chunk_bytes = make_chunk_bytes(chunk_bytes)
-    parts = _parts_with_gradient_in_forward(rows, batch, recipe, chunk_bytes)
+    arguments = (hidden, weight, bias, targets, temperature, softcap, logit_scale, IGNORE_INDEX)
+    rows, shard = with_shard(functools.partial(make_linear_rows, *arguments), tp_group, None, batch.rows)
+    is_spread = shard is not None or cp_group is not None
+    parts = [] if is_spread else _parts_with_gradient_in_forward(rows, batch, recipe, chunk_bytes)
     if parts:
         return _loss_in_parts(rows, batch, segments, parts, recipe, chunk_bytes)
-    stats = linear_stats(rows, ("entropy",), chunk_bytes, targets.shape, batch.rows)
+    stats = linear_stats(rows, shard, ("entropy",), chunk_bytes, targets.shape, batch.rows)
     return token_loss(stats.logp, stats.entropy, batch, segments, recipe)
 
 
@@ -202,6 +225,7 @@ def logp_policy_loss(
     entropy: Tensor | None = None,
     reduction: str | None = None,
     normalizer: Normalizer | None = None,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> PolicyLoss:
     """`policy_loss` from log-probabilities that exist already.
 
@@ -209,7 +233,7 @@ def logp_policy_loss(
         logp: `[B, T]`, or packed `[N]` or `[1, N]`: log-probability of each target; what gradients reach.
         batch: as in `policy_loss`; its `targets` may be None (then nothing but `mask` masks).
         entropy: `logp`'s shape; needed where the objective has an entropy bonus, else only reported.
-        objective, reduction, normalizer: as in `policy_loss`.
+        objective, reduction, normalizer, cp_group: as in `policy_loss`.
 
     Returns, Raises: as `policy_loss`.
 
@@ -226,7 +250,7 @@ def logp_policy_loss(
     like = batch.targets if batch.targets is not None else batch.mask
     if like is not None:
         checks.require_shape("logp", logp, tuple(like.shape))
-    segments = batch.check_against(tuple(logp.shape), logp.device)
+    segments = batch.check_against(tuple(logp.shape), logp.device).across(cp_group)
     if entropy is not None:
         checks.require_tensor("entropy", entropy)
         checks.require_dtype("entropy", entropy, checks.FLOAT_DTYPES)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlkernels import checks
 from rlkernels.batch import PolicyBatch
+from rlkernels.distributed import sum_over_ranks
 from rlkernels.segments import Segments
 
 REDUCTIONS = (
@@ -53,12 +54,13 @@ def reduce_tokens(
         token_sum                sum
 
     B counts every sequence; empty ones give 0. `normalizer` replaces the denominator. An empty batch gives 0.
+    Of sequences spread over ranks it is this rank's share of the loss, under the whole's denominators.
     """
     if reduction == "none":
         return values
     if reduction == "seq_mean_token_mean":
         lengths = segments.sum(mask.to(values.dtype)).clamp(min=1)
-        total = (segments.sum(values) / lengths).sum()
+        total = (segments.own_sum(values) / lengths).sum()
     else:
         total = values.sum()
     if normalizer is None:
@@ -72,7 +74,8 @@ def reduce_tokens(
 def denominator(mask: Tensor, segments: Segments, reduction: str) -> Normalizer:
     """A batch's own, where no normalizer replaces it."""
     if reduction == "token_mean":
-        return mask.sum()
+        tokens = mask.sum()
+        return tokens if segments.group is None else sum_over_ranks(tokens, segments.group)
     return 1.0 if reduction == "token_sum" else float(segments.count)
 
 

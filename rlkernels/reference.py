@@ -57,10 +57,14 @@ def indexed_logp(rows: Rows, index: Tensor | None) -> Tensor:
 
 def linear_row_stats(rows: LinearRows) -> RowStats:
     """`row_stats` of the logits, made whole."""
+    return row_stats(rows.with_logits(linear_logits(rows)))
+
+
+def linear_logits(rows: LinearRows) -> Tensor:
+    """`[N, V]`, those of ignored rows without a gradient."""
     used = (rows.targets != rows.ignore_index)[:, None]
     hidden = torch.where(used, rows.hidden, 0.0)  # before the GEMM: NaN in an ignored row would reach the weight
-    logits = torch.nn.functional.linear(hidden, rows.weight.to(hidden.dtype), _cast(rows.bias, hidden))
-    return row_stats(Rows(logits[None], *rows[3:]))
+    return torch.nn.functional.linear(hidden, rows.weight.to(hidden.dtype), _cast(rows.bias, hidden))
 
 
 def _cast(tensor: Tensor | None, like: Tensor) -> Tensor | None:

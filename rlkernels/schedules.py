@@ -77,14 +77,14 @@ class Problem(NamedTuple):
 
         A tile also holds the `[rows, H]` product with the weight, which the frozen head needs.
         """
-        columns = min(max(self._columns() // SEGMENT * SEGMENT, SEGMENT), _WIDEST_TILE, self.vocab)
+        columns = min(max(self._columns() // SEGMENT * SEGMENT, SEGMENT), _WIDEST_TILE, max(1, self.vocab))
         rows_that_fit = self.tile_bytes // ((columns + self.hidden_size) * self.itemsize)
         return Blocks(max(1, min(self.rows, rows_that_fit)), columns)
 
     def backward_blocks(self) -> Blocks:
         """All rows at once, so that a tile of the weight's gradient is one GEMM, accumulated in float32 inside it."""
         columns = max(self._columns() // _NARROWEST_TILE * _NARROWEST_TILE, _NARROWEST_TILE)
-        return Blocks(max(1, self.rows), min(columns, _WIDEST_TILE, self.vocab))
+        return Blocks(max(1, self.rows), min(columns, _WIDEST_TILE, max(1, self.vocab)))
 
     def tile_size(self) -> int:
         """Logits of the larger tile: forward and backward take a buffer of one size, so that they share it."""

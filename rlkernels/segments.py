@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlkernels import checks
+from rlkernels.distributed import sum_over_ranks
 
 
 class Segments:
     """Token i belongs to one of `count` sequences; tokens are flat `[N]` whatever the caller's layout.
 
     Padded `[B, T]`: sequence b holds tokens b T .. (b + 1) T. Packed: `cu_seqlens [B + 1]` holds the borders.
+    With `group` these are a rank's part of every sequence.
     """
 
-    def __init__(self, shape: tuple[int, ...], cu_seqlens: Tensor | None) -> None:
-        self.shape, self.cu_seqlens = shape, cu_seqlens
+    def __init__(
+        self, shape: tuple[int, ...], cu_seqlens: Tensor | None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.shape, self.cu_seqlens, self.group = shape, cu_seqlens, group
         if cu_seqlens is not None:
             self.tokens = shape[-1]
             self.count = cu_seqlens.shape[0] - 1
@@ -23,8 +28,17 @@ class Segments:
             self.count, self.width = shape if len(shape) == 2 else (1, shape[0])
             self.tokens = self.count * self.width
 
+    def across(self, group: dist.ProcessGroup | None) -> Segments:
+        """These, as a rank's part of sequences that are spread over a group."""
+        return Segments(self.shape, self.cu_seqlens, group)
+
     def sum(self, values: Tensor) -> Tensor:
-        """`[N]` -> `[B]`; a sequence's values never meet another's."""
+        """`[N]` -> `[B]` over whole sequences; a sequence's values never meet another's."""
+        own = self.own_sum(values)
+        return own if self.group is None else sum_over_ranks(own, self.group)
+
+    def own_sum(self, values: Tensor) -> Tensor:
+        """`sum` over the tokens that are here."""
         if self.cu_seqlens is None:
             return values.reshape(self.count, self.width).sum(-1)
         return values.new_zeros(self.count).index_add(0, self._sequence_of_token(), values)

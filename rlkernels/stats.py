@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlkernels import backends, checks, reference
+from rlkernels.distributed import GatheredColumns, SharedByShards, with_shard
 from rlkernels.ops.linear_rows import LinearRows
 from rlkernels.ops.linear_token_stats import linear_token_stats as linear_token_stats_op
 from rlkernels.ops.rows import Rows, RowStats, Wanted, compute_dtype
 from rlkernels.ops.token_stats import token_stats as token_stats_op
+from rlkernels.ops.vocab_shards import VocabShard
 from rlkernels.schedules import DEFAULT_CHUNK_BYTES
 
 
@@ -42,6 +46,8 @@ def token_stats(
     logit_scale: Number = 1.0,
     ignore_index: int = -100,
     outputs: Sequence[str] = ("entropy",),
+    vocab_start: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
 ) -> TokenStats:
     """Log-probability of each target, entropy and other statistics, in one sweep over the vocabulary.
 
@@ -61,6 +67,11 @@ def token_stats(
         ignore_index: label of rows that give 0 and a zero gradient; their logits are not read.
         outputs: any of `entropy`, `lse`, `log_sum_sq_probs`, `mean_logits` (mean of z) and `is_top1` (the target
             is the first maximum of z).
+        tp_group: process group over whose ranks the vocabulary is spread: `logits` are this rank's columns, as many as
+            it has (of a padded shard pass those that exist; none is fine too), all else is the same on every rank, and
+            so is what is returned. Every rank's gradient is that of its own columns. Labels count from the vocabulary's
+            first column.
+        vocab_start: which column of the vocabulary is this rank's first; None: the shards lie in the order of ranks.
 
     Returns:
         `TokenStats`, float32 (float64 for float64 logits), nats.
@@ -77,14 +88,15 @@ def token_stats(
         >>> [round(x, 6) for x in stats.logp.tolist()]
         [-0.126928, 0.0]
     """
-    rows = make_rows(logits, targets, temperature, softcap, logit_scale, ignore_index)
-    return stats_of_rows(rows, outputs, targets.shape)
+    make = functools.partial(make_rows, logits, targets, temperature, softcap, logit_scale, ignore_index)
+    rows, shard = with_shard(make, tp_group, vocab_start)
+    return stats_of_rows(rows, shard, outputs, targets.shape)
 
 
-def stats_of_rows(rows: Rows, outputs: Sequence[str], shape: torch.Size) -> TokenStats:
+def stats_of_rows(rows: Rows, shard: VocabShard | None, outputs: Sequence[str], shape: torch.Size) -> TokenStats:
     """`token_stats` of checked arguments."""
     wanted = _wanted(outputs)
-    return _token_stats(_row_stats(rows, wanted), wanted, shape)
+    return _token_stats(_row_stats(rows, shard, wanted), wanted, shape)
 
 
 def linear_token_stats(
@@ -100,6 +112,7 @@ def linear_token_stats(
     outputs: Sequence[str] = ("entropy",),
     chunk_bytes: int | None = None,
     rows: Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None,
 ) -> TokenStats:
     """`token_stats` of `hidden @ weight.T + bias`, in memory that `chunk_bytes` bounds.
 
@@ -122,6 +135,10 @@ def linear_token_stats(
             for a third more time.
         rows: `[M]` integers, rising: the only ones of the N flat positions to compute, or None for all; the others give
             0 if ignored, else NaN. For GPUs, where the host does not know which rows are ignored and projects all.
+        tp_group: process group over whose ranks the vocabulary is spread, in the order of ranks: `weight` and `bias`
+            are this rank's rows of the head, as many as it has (of a padded head pass those that exist; none is fine
+            too); all else is the same on every rank, and so is what is returned. `hidden`'s gradient is whole on every
+            rank: the ranks' parts are summed in it, so nothing around this call may sum them again.
 
     Returns, Raises: as `token_stats`.
 
@@ -133,8 +150,9 @@ def linear_token_stats(
         >>> [round(x, 6) for x in stats.logp.tolist()]
         [-0.510826, 0.0]
     """
-    everything = make_linear_rows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
-    return linear_stats(everything, outputs, make_chunk_bytes(chunk_bytes), targets.shape, rows)
+    arguments = (hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
+    everything, shard = with_shard(functools.partial(make_linear_rows, *arguments), tp_group, None, rows)
+    return linear_stats(everything, shard, outputs, make_chunk_bytes(chunk_bytes), targets.shape, rows)
 
 
 def make_chunk_bytes(chunk_bytes: int | None) -> int:
@@ -143,15 +161,20 @@ def make_chunk_bytes(chunk_bytes: int | None) -> int:
 
 
 def linear_stats(
-    everything: LinearRows, outputs: Sequence[str], chunk_bytes: int, shape: torch.Size, rows: Tensor | None
+    everything: LinearRows,
+    shard: VocabShard | None,
+    outputs: Sequence[str],
+    chunk_bytes: int,
+    shape: torch.Size,
+    rows: Tensor | None,
 ) -> TokenStats:
     """`linear_token_stats` of checked arguments."""
     wanted = _wanted(outputs)
     if rows is None:
-        return _token_stats(_linear_row_stats(everything, wanted, chunk_bytes), wanted, shape)
+        return _token_stats(_linear_row_stats(everything, shard, wanted, chunk_bytes), wanted, shape)
     checks.check_indices("rows", rows, everything.targets.shape[0], everything.targets.device)
     index = rows.to(torch.int64)
-    selected = _linear_row_stats(everything.take(index), wanted, chunk_bytes)
+    selected = _linear_row_stats(everything.take(index), shard, wanted, chunk_bytes)
     return _token_stats(_put_back(selected, index, everything.is_labelled()), wanted, shape)
 
 
@@ -182,21 +205,39 @@ def _token_stats(stats: RowStats, wanted: Wanted, shape: torch.Size) -> TokenSta
     )
 
 
-def _linear_row_stats(rows: LinearRows, wanted: Wanted, chunk_bytes: int) -> RowStats:
+def _linear_row_stats(rows: LinearRows, shard: VocabShard | None, wanted: Wanted, chunk_bytes: int) -> RowStats:
     if backends.choose(rows.hidden.device) == "reference":
-        checks.check_row_values(rows.targets, rows.weight.shape[0], rows.ignore_index, *rows[4:7])
-        return reference.linear_row_stats(rows)
+        _check_values(rows, shard)
+        if shard is None:
+            return reference.linear_row_stats(rows)
+        logits = reference.linear_logits(rows._replace(hidden=SharedByShards.apply(rows.hidden, shard)))
+        return reference.row_stats(rows.with_logits(GatheredColumns.apply(logits, shard)))
     checks.refuse_transforms("linear_token_stats", rows.hidden, rows.weight, rows.bias)
-    columns = linear_token_stats_op(*rows, *wanted, *rows.what_to_keep(), chunk_bytes)
+    arguments = (*rows, *wanted, *rows.what_to_keep(), chunk_bytes)
+    if shard is None:
+        columns = linear_token_stats_op(*arguments)
+    else:
+        _check_values(rows, shard)  # on ranks without a column as well
+        columns = linear_token_stats_op(*arguments, *shard)
     return RowStats(*columns[: len(RowStats._fields)])
 
 
-def _row_stats(rows: Rows, wanted: Wanted) -> RowStats:
+def _row_stats(rows: Rows, shard: VocabShard | None, wanted: Wanted) -> RowStats:
     if backends.choose(rows.logits.device) == "reference":
-        checks.check_row_values(rows.targets, rows.logits.shape[-1], rows.ignore_index, *rows[2:5])
+        _check_values(rows, shard)
+        if shard is not None:
+            rows = rows._replace(logits=GatheredColumns.apply(rows.logits, shard))
         return reference.row_stats(rows)
     checks.refuse_transforms("token_stats", rows.logits)
-    return RowStats(*token_stats_op(*rows, *wanted))
+    if shard is None:
+        return RowStats(*token_stats_op(*rows, *wanted))
+    _check_values(rows, shard)  # on ranks without a column as well
+    return RowStats(*token_stats_op(*rows, *wanted, *shard))
+
+
+def _check_values(rows: Rows | LinearRows, shard: VocabShard | None) -> None:
+    vocab = rows.columns if shard is None else shard.vocab
+    checks.check_row_values(rows.targets, vocab, rows.ignore_index, rows.temperature, rows.softcap, rows.logit_scale)
 
 
 def make_rows(
@@ -206,23 +247,24 @@ def make_rows(
     softcap: Number | None,
     logit_scale: Number,
     ignore_index: int,
+    fewest_columns: int = 1,
 ) -> Rows:
     """Checked arguments of a sweep over all rows."""
-    stored = stored_rows("logits", logits)
+    stored = stored_rows("logits", logits, fewest_columns)
     check_targets("logits", logits, targets, ignore_index)
     checks.require_shape("targets", targets, tuple(logits.shape[:-1]))
     return Rows(stored, flat(targets), *scaling(logits, targets, temperature, softcap, logit_scale), ignore_index)
 
 
-def stored_rows(name: str, logits: Tensor) -> Tensor:
+def stored_rows(name: str, logits: Tensor, fewest_columns: int = 1) -> Tensor:
     """Checked logits as `[outer, inner, V]`, without copying them."""
     checks.require_tensor(name, logits)
     checks.require_strided(name, logits)
     checks.require_dtype(name, logits, checks.FLOAT_DTYPES)
-    if logits.ndim == 0 or logits.shape[-1] == 0:
-        raise ValueError(f"{name}: expected shape [..., V] with V >= 1, got {checks.describe(logits)}")
+    if logits.ndim == 0 or logits.shape[-1] < fewest_columns:
+        raise ValueError(f"{name}: expected shape [..., V] with V >= {fewest_columns}, got {checks.describe(logits)}")
     if logits.ndim < 3:
-        return logits.view(1, -1, logits.shape[-1]) if logits.ndim == 1 else logits.unsqueeze(0)
+        return logits.view(1, 1, logits.shape[-1]) if logits.ndim == 1 else logits.unsqueeze(0)
     return logits.flatten(0, -3) if logits.ndim > 3 else logits
 
 
@@ -235,6 +277,7 @@ def make_linear_rows(
     softcap: Number | None,
     logit_scale: Number,
     ignore_index: int,
+    fewest_columns: int = 1,
 ) -> LinearRows:
     """Checked arguments of the linear path, with hidden as `[N, H]`, cast as autocast would."""
     tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
@@ -244,7 +287,7 @@ def make_linear_rows(
         checks.require_dtype(name, tensor, checks.FLOAT_DTYPES)
     if hidden.ndim == 0 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden: expected shape [..., H] with H >= 1, got {checks.describe(hidden)}")
-    if weight.ndim != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
+    if weight.ndim != 2 or weight.shape[0] < fewest_columns or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"weight: expected shape [V, H] with H = {hidden.shape[-1]}, the last size of hidden "
             f"{list(hidden.shape)}, got {checks.describe(weight)}"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rlkernels import backends, checks
 from rlkernels.batch import PolicyBatch
+from rlkernels.distributed import agree_on_sequences, total_of_shares
 from rlkernels.dtypes import wide
 from rlkernels.kernel_options import objective_options, reduction_code
 from rlkernels.metrics import Metrics
@@ -33,7 +34,10 @@ class PolicyLoss(NamedTuple):
 def token_loss(
     logp: Tensor, entropy: Tensor | None, batch: PolicyBatch, segments: Segments, recipe: Recipe
 ) -> PolicyLoss:
-    options = fused_options(logp.device, recipe, "policy_objective")
+    if segments.group is not None:
+        agree_on_sequences(segments.group, segments.count, logp)
+    # the operation has no sums over ranks
+    options = fused_options(logp.device, recipe, "policy_objective") if segments.group is None else None
     if options is not None:
         return _fused_loss(logp, entropy, batch, segments, recipe, options)
     packed = _Packed(logp.to(compute_dtype(logp.dtype)), entropy, batch, segments)
@@ -47,6 +51,8 @@ def token_loss(
         reduction = entropy_reduction(recipe)
         bonus = reduce_tokens(packed.entropy, packed.mask, segments, reduction, recipe.entropy_normalizer)
         loss = loss - recipe.objective.entropy_coef * bonus
+    if segments.group is not None and recipe.reduction != "none":
+        loss = total_of_shares(loss, segments.group)
     with torch.no_grad():
         metrics = _metrics(packed, policy, kl)
     return PolicyLoss(

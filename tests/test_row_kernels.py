@@ -39,7 +39,7 @@ from torch import Generator
 
 import rlkernels
 from rlkernels import checks
-from rlkernels.ops.rows import RowStats, Upstream, Wanted, compute_dtype
+from rlkernels.ops.rows import RowStats, Tile, Upstream, Wanted, compute_dtype
 
 # infinities and NaN are computed with here on purpose; NumPy, under the interpreter, remarks on them
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -142,6 +142,23 @@ def test_tiles_give_the_bits_of_whole_rows(
         for field, a, b in zip(RowStats._fields, outputs, whole, strict=True):
             assert same_bits(a, b[: a.numel()]), (field, wanted, width)
         assert states[~used].isnan().all()
+
+
+@by_dtype
+def test_a_tile_of_no_columns_finishes(dtype: torch.dtype, kernels: RowKernels, generator: Generator) -> None:
+    """Behind the last column; how shards of a vocabulary finish merged states."""
+    rows = make_rows(targets_in_every_tile(generator), dtype, kernels.device)
+    whole = kernels.forward(rows)
+    outputs = unwritten_stats(rows, EVERYTHING)
+    states = kernels.stats.empty_states(rows.targets.shape[0], rows.logits)
+    vocab = rows.logits.shape[-1]
+    for tile_rows, tile in tiles_of(rows, SEGMENT):
+        unfinished = Tile(tile.start, vocab + 16)  # as if other columns were to come
+        kernels.stats.token_stats_forward(tile_rows, outputs, unfinished, states)
+    nothing = tile_rows._replace(logits=tile_rows.logits[..., :0])
+    kernels.stats.token_stats_forward(nothing, outputs, Tile(vocab, vocab), states)
+    for field, a, b in zip(RowStats._fields, outputs, whole, strict=True):
+        assert same_bits(a, b), field
 
 
 def test_a_statistic_in_tiles_does_not_depend_on_the_others(kernels: RowKernels, generator: Generator) -> None:

@@ -32,6 +32,7 @@ from rlkernels.triton_kernels.row_math import (
 _ANY_VALUE = ["temperature_stride", "ignore_index", "inner", "vocab", "vocab_start"]
 
 STATE_SIZE = tl.constexpr(7)
+SHIFT_UNIT = LN_2.value  # of t in a row state: powers of two, in nats
 
 
 @triton.jit

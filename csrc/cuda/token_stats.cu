@@ -119,7 +119,9 @@ void forward(const TokenStatsForwardParams& p, LaunchTarget target, void* worksp
     RLK_LAUNCH(target, (token_stats_segments_kernel<Elem, kRows>), rows * blocks, kRowThreads, 0, p, states);
     RLK_LAUNCH(target, (token_stats_merge_kernel<T>), (rows + kWarp - 1) / kWarp, kWarp, 0, p, states);
   } else {
-    const int threads = static_cast<int>(segments < kRowThreads / kWarp ? segments * kWarp : kRowThreads);
+    // a tile of no columns behind the last one finishes states: a warp for none, too
+    const int64_t warps = segments > 0 ? segments : 1;
+    const int threads = static_cast<int>(warps < kRowThreads / kWarp ? warps * kWarp : kRowThreads);
     RLK_LAUNCH(target, (token_stats_forward_kernel<Elem, kRows>), rows, threads, 0, p);
   }
 }

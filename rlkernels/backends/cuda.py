@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # the operation's file imports the backends
 
 kernels: Any = getattr(_native, "cuda", None)  # None in a build without nvcc
 
+SHIFT_UNIT = 1.0  # of t in a row state: nats
+
 
 class Limits(NamedTuple):
     """What a launch depends on."""

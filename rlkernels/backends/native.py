@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # the operation's file imports the backends
 
 free_idle_buffers = _native.free_idle_buffers
 
+SHIFT_UNIT = 1.0  # of t in a row state: nats
+
 
 def _params() -> Params:
     return Params(_native, torch.get_num_threads())

@@ -20,6 +20,7 @@ from torch import Tensor
 from rlkernels import schedules
 from rlkernels.backends import memory
 from rlkernels.ops.rows import Rows, RowStats, SavedStats, Tile, Upstream, Wanted, compute_dtype, empty_row_stats
+from rlkernels.ops.vocab_shards import VocabShard, finish, fresh_states, shift_between, state_scale
 
 _FEW = schedules.Blocks(rows=256, columns=1)  # rows at a time where all would take another [N, H]
 
@@ -63,6 +64,23 @@ class LinearRows(NamedTuple):
             direction=wanted and self.hidden.requires_grad and not head_is_trained, logits=wanted and head_is_trained
         )
 
+    @property
+    def columns(self) -> int:
+        return self.weight.shape[0]
+
+    def sizes(self) -> dict[str, Any]:
+        """What the shards of one vocabulary have in common, besides the rows."""
+        return {
+            "dtype of hidden": self.hidden.dtype,
+            "H": self.hidden.shape[1],
+            "hidden.requires_grad": torch.is_grad_enabled() and self.hidden.requires_grad,
+            "weight.requires_grad": self.what_to_keep().logits,
+        }
+
+    def whole(self) -> VocabShard:
+        """The shard that is all of the vocabulary."""
+        return VocabShard(0, self.weight.shape[0], None)
+
     def problem(self, chunk_bytes: int) -> schedules.Problem:
         vocab, hidden_size = self.weight.shape
         return schedules.Problem(self.targets.shape[0], hidden_size, vocab, self.hidden.element_size(), chunk_bytes)
@@ -86,9 +104,9 @@ class LinearRows(NamedTuple):
     def weight_tile(self, columns: slice) -> Tensor:
         return self.weight[columns].to(self.hidden.dtype)
 
-    def label_columns(self) -> Tensor:
-        """`targets` as an index: a bad label, which gives NaN on a GPU, is never an address."""
-        return self.targets.clamp(0, self.weight.shape[0] - 1)
+    def label_columns(self, start: int) -> Tensor:
+        """`targets` as an index of weight rows: one that a shard has not, or a bad label, is never an address."""
+        return (self.targets - start).clamp(0, self.weight.shape[0] - 1)
 
     def make_logits(self, columns: slice, out: Tensor) -> Tensor:
         """The rows' logits of some columns, written into `out`."""
@@ -207,9 +225,10 @@ def empty_kept(rows: LinearRows, keep: Keep, chunk_bytes: int, empty: Callable[.
 
 
 def linear_forward(
-    rows: LinearRows, wanted: Wanted, chunk_bytes: int, kernels: Any, keep: Keep
+    rows: LinearRows, wanted: Wanted, chunk_bytes: int, kernels: Any, keep: Keep, shard: VocabShard | None = None
 ) -> tuple[RowStats, Kept]:
     """Statistics, and what backward will need."""
+    shard = shard or rows.whole()
     stats = RowStats(*(column.zero_() for column in empty_linear_stats(rows, wanted)))
     kept = empty_kept(rows, keep, chunk_bytes, memory.empty)
     kept.direction.zero_()
@@ -218,38 +237,62 @@ def linear_forward(
     tiles = KeptTiles(kept.logits, problem)
     blocks = problem.forward_blocks()
     buffer = used_rows.empty_tile(chunk_bytes)
+    states = fresh_states(kernels, problem.rows, buffer)
     for block in blocks.row_ranges(problem.rows):
         part = used_rows.take(block)
         part_stats = empty_linear_stats(part, wanted)
         where = block if isinstance(used, slice) else used[block]
         in_place = kept.direction[block] if isinstance(used, slice) and keep.direction else None
-        sweep = _ForwardSweep(part, part_stats, buffer, kernels)
+        sweep = _ForwardSweep(part, part_stats, states[block], buffer, kernels, shard)
         others = ProductSum(part, in_place) if keep.direction else None
         for columns in blocks.column_ranges(problem.vocab):
             sweep.push(columns, tiles.tile(columns)[block] if columns.stop <= tiles.columns else None, others)
-        for whole, values in zip(stats, part_stats, strict=True):
-            if values.numel():
-                whole[where] = values
-        if others is not None:
-            for some in _FEW.row_ranges(part.targets.shape[0]):
-                _finish_direction(part.take(some), part_stats.take(some), others.total[some])
-            if in_place is None:
-                kept.direction[where] = others.total
+        if shard.group is None:
+            stats.put(where, part_stats)
+            if others is not None:
+                _finish_direction(part, part_stats, others.total, shard)
+        if others is not None and in_place is None:
+            kept.direction[where] = others.total
+    if shard.group is not None:
+        stats.put(used, _finish_shard(used_rows, used, states, wanted, kept.direction, shard, kernels))
     return stats, kept
+
+
+def _finish_shard(
+    rows: LinearRows,
+    used: Tensor | slice,
+    states: Tensor,
+    wanted: Wanted,
+    direction: Tensor,
+    shard: VocabShard,
+    kernels: Any,
+) -> RowStats:
+    """Whole rows' statistics from a shard's states; the direction, of all rows or empty, is completed in its place."""
+    own_max = shard.merge(states, state_scale(rows), kernels.SHIFT_UNIT)
+    stats = empty_linear_stats(rows, wanted)
+    no_logits = rows.hidden.new_empty(rows.targets.shape[0], 0)
+    finish(rows.with_logits(no_logits), stats, states, shard.vocab, kernels)
+    if direction.numel():
+        others = direction[used]
+        others *= _rescaling(rows, own_max, states[:, 0]).to(others.dtype)[:, None]
+        _finish_direction(rows, stats, others, shard)
+        direction[used] = others
+        shard.sum(direction)
+    return stats
 
 
 class _ForwardSweep:
     """A block of rows, swept tile by tile."""
 
-    def __init__(self, rows: LinearRows, stats: RowStats, buffer: Tensor, kernels: Any) -> None:
-        self.rows, self.stats, self.kernels = rows, stats, kernels
-        self._buffer = buffer
-        self._states = kernels.empty_states(rows.targets.shape[0], buffer)
-        self._states[:, 0] = -torch.inf
+    def __init__(
+        self, rows: LinearRows, stats: RowStats, states: Tensor, buffer: Tensor, kernels: Any, shard: VocabShard
+    ) -> None:
+        self.rows, self.stats, self.kernels, self.shard = rows, stats, kernels, shard
+        self._states, self._buffer = states, buffer
 
     def push(self, columns: slice, out: Tensor | None, others: ProductSum | None) -> None:
         """A tile's logits, made in `out` if they are kept, into the statistics, and into `others` where asked for."""
-        rows, tile = self.rows, Tile(columns.start, self.rows.weight.shape[0])
+        rows, tile = self.rows, self.shard.tile(columns)
         if out is None:
             out = _view(self._buffer, rows.targets.shape[0], columns)
         logits = rows.with_logits(rows.make_logits(columns, out))
@@ -280,14 +323,21 @@ def _exponentials_in_place(logits: Rows, maximum: Tensor, tile: Tile, kernels: A
 
 
 def _rescaling(rows: LinearRows, before: Tensor, after: Tensor) -> Tensor:
-    """What sums relative to an earlier maximum of u are multiplied by."""
-    scale = (rows.logit_scale if rows.softcap is None else rows.softcap) / rows.temperature
-    return torch.where(before == after, 1.0, torch.exp(scale.double() * (before - after)))
+    """What sums relative to another maximum of u are multiplied by."""
+    return shift_between(state_scale(rows), before, after).exp()
 
 
-def _finish_direction(rows: LinearRows, stats: RowStats, others: Tensor) -> None:
+def _finish_direction(rows: LinearRows, stats: RowStats, others: Tensor, shard: VocabShard) -> None:
     """dlogp/dhidden = (1 - p_y) z'_y weight[y] - sum_{v != y} p_v z'_v weight[v], of the sum with e^d for p."""
-    columns = rows.label_columns()
+    for some in _FEW.row_ranges(rows.targets.shape[0]):
+        _finish_direction_of_few(rows.take(some), stats.take(some), others[some], shard)
+
+
+def _finish_direction_of_few(rows: LinearRows, stats: RowStats, others: Tensor, shard: VocabShard) -> None:
+    others *= -torch.exp(-stats.log_sum_exp)[:, None]
+    if rows.weight.shape[0] == 0:
+        return
+    columns = rows.label_columns(shard.start)
     target_weight = rows.weight[columns].to(others.dtype)
     slope = (rows.logit_scale / rows.temperature).expand(rows.targets.shape[0])
     if rows.softcap is not None:
@@ -297,7 +347,8 @@ def _finish_direction(rows: LinearRows, stats: RowStats, others: Tensor) -> None
         e = torch.exp(-2 * (rows.logit_scale * target_logit / rows.softcap).abs())
         slope = slope * 4 * e / (1 + e) ** 2
     coefficient = -torch.expm1(stats.logp) * slope
-    others *= -torch.exp(-stats.log_sum_exp)[:, None]
+    if shard.group is not None:
+        coefficient = torch.where(columns == rows.targets - shard.start, coefficient, 0)
     others.addcmul_(coefficient[:, None], target_weight)
 
 
@@ -310,9 +361,13 @@ def linear_backward(
     head: HeadGradient,
     chunk_bytes: int,
     kernels: Any,
+    shard: VocabShard | None = None,
 ) -> Tensor:
-    """dhidden, empty where not needed; the head's gradient goes into `head`. Logits not kept are made again."""
-    vocab = rows.weight.shape[0]
+    """dhidden, empty where not needed; the head's gradient goes into `head`. Logits not kept are made again.
+
+    Of a shard dhidden is the ranks' sum, over all rows, whichever of them a rank leaves out of its GEMMs.
+    """
+    shard = shard or rows.whole()
     labelled = rows.is_labelled()
     nonzero = [gradient != 0 for gradient in upstream if gradient is not None]
     part, index = rows.only(labelled & torch.stack(nonzero).any(0))
@@ -320,11 +375,12 @@ def linear_backward(
     part_upstream = Upstream(*(None if gradient is None else gradient[index] for gradient in upstream))
 
     count = part.targets.shape[0]
-    dhidden = rows.hidden.new_zeros(rows.hidden.shape if need_hidden else (0,))
+    dtype = rows.hidden.dtype if shard.group is None else compute_dtype(rows.hidden.dtype)
+    dhidden = rows.hidden.new_zeros(rows.hidden.shape if need_hidden else (0,), dtype=dtype)
     if count == 0:
         if not head.adds:
             head.zero()
-        return dhidden
+        return shard.sum(dhidden).to(rows.hidden.dtype)
     problem, forward_problem = part.problem(chunk_bytes), rows.problem(chunk_bytes)
     among_kept: Tensor | slice = slice(None)
     if rows.knows_counts():
@@ -345,7 +401,7 @@ def linear_backward(
             logits = kept.tile(held)[:, inside]
             if isinstance(among_kept, Tensor):
                 logits = torch.index_select(logits, 0, among_kept, out=dlogits)
-        tile = Tile(columns.start, vocab)
+        tile = shard.tile(columns)
         kernels.token_stats_backward(
             part.with_logits(logits), part_saved, part_upstream, dlogits, tile, dtarget=dtarget
         )
@@ -353,16 +409,17 @@ def linear_backward(
             total.add(dlogits, rows.weight_tile(columns))
         if head.need_weight or head.need_bias:
             if dtarget is not None:
-                _put_target_back(dlogits, dtarget, part.targets - columns.start)
+                _put_target_back(dlogits, dtarget, part.targets - tile.start)
             head.put(columns, dlogits, part.hidden)
     if total is not None and dtarget is not None:
-        labels = part.label_columns()
+        labels = part.label_columns(shard.start)
         for some in _FEW.row_ranges(count):
-            target_weight = rows.weight[labels[some]].to(total.total.dtype)
-            total.total[some].addcmul_(dtarget[some, None], target_weight)
+            if rows.weight.shape[0]:
+                target_weight = rows.weight[labels[some]].to(total.total.dtype)
+                total.total[some].addcmul_(dtarget[some, None], target_weight)
             where = some if isinstance(index, slice) else index[some]
             dhidden[where] = total.total[some].to(dhidden.dtype)
-    return dhidden
+    return shard.sum(dhidden).to(rows.hidden.dtype)
 
 
 def _put_target_back(dlogits: Tensor, dtarget: Tensor, column: Tensor) -> None:

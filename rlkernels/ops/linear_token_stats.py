@@ -20,6 +20,7 @@ from rlkernels.ops.linear_rows import (
 )
 from rlkernels.ops.rows import RowStats, SavedStats, Upstream, Wanted
 from rlkernels.ops.token_stats import refuse_double_backward
+from rlkernels.ops.vocab_shards import VocabShard
 
 
 @torch.library.custom_op("rlkernels::linear_token_stats", mutates_args=())
@@ -40,11 +41,15 @@ def linear_token_stats(
     keep_direction: bool,
     keep_logits: bool,
     chunk_bytes: int,
+    vocab_start: int = 0,
+    vocab: int | None = None,
+    tp_group: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = LinearRows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
     wanted = Wanted(want_entropy, want_lse, want_log_sum_sq_probs, want_mean_logits, want_is_top1)
     kernels = backends.implementation("linear_token_stats", hidden)
-    stats, kept = linear_forward(rows, wanted, chunk_bytes, kernels, Keep(keep_direction, keep_logits))
+    shard = VocabShard.make(vocab_start, vocab, tp_group, weight.shape[0])
+    stats, kept = linear_forward(rows, wanted, chunk_bytes, kernels, Keep(keep_direction, keep_logits), shard)
     return (*stats, *kept)
 
 
@@ -66,6 +71,7 @@ def _(
     keep_direction: bool,
     keep_logits: bool,
     chunk_bytes: int,
+    *shard: Any,
 ) -> tuple[Tensor, ...]:
     rows = LinearRows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
     wanted = Wanted(want_entropy, want_lse, want_log_sum_sq_probs, want_mean_logits, want_is_top1)
@@ -94,18 +100,27 @@ def linear_token_stats_backward(
     need_weight: bool,
     need_bias: bool,
     chunk_bytes: int,
+    vocab_start: int = 0,
+    vocab: int | None = None,
+    tp_group: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = LinearRows(hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
     saved, upstream = SavedStats(row_max, log_sum_exp, entropy), Upstream(dlogp, dentropy, dlse)
     kernels = backends.implementation("linear_token_stats", hidden)
     head = HeadGradient(rows, need_weight, need_bias, weight.dtype)
-    dhidden = linear_backward(rows, saved, kept_logits, upstream, need_hidden, head, chunk_bytes, kernels)
+    shard = VocabShard.make(vocab_start, vocab, tp_group, weight.shape[0])
+    dhidden = linear_backward(rows, saved, kept_logits, upstream, need_hidden, head, chunk_bytes, kernels, shard)
     return dhidden, head.dweight, head.dbias
+
+
+# where, among a backward's arguments after hidden, weight and bias, it says which of their gradients are needed
+_FIRST_NEED = len(LinearRows._fields) - 3 + len(SavedStats._fields) + 1 + len(Upstream._fields)
+_NEEDS = slice(_FIRST_NEED, _FIRST_NEED + 3)
 
 
 @linear_token_stats_backward.register_fake
 def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    need_hidden, need_weight, need_bias, _chunk_bytes = rest[-4:]
+    need_hidden, need_weight, need_bias = rest[_NEEDS]
     return (
         hidden.new_empty(hidden.shape if need_hidden else (0,)),
         weight.new_empty(weight.shape if need_weight else (0,)),
@@ -116,7 +131,7 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     rows = LinearRows(*inputs[: len(LinearRows._fields)])
     stats, kept = RowStats(*output[: len(RowStats._fields)]), Kept(*output[len(RowStats._fields) :])
-    ctx.ignore_index, ctx.chunk_bytes = rows.ignore_index, inputs[-1]
+    ctx.ignore_index, (ctx.chunk_bytes, *ctx.shard) = rows.ignore_index, inputs[-4:]
     ctx.save_for_backward(*rows[:-1], stats.row_max, stats.log_sum_exp, stats.entropy, *kept)
     ctx.mark_non_differentiable(
         stats.log_sum_sq_probs, stats.mean_logits, stats.is_top1, stats.row_max, stats.log_sum_exp, *kept
@@ -145,9 +160,10 @@ def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
                 *upstream,
                 *needs,
                 ctx.chunk_bytes,
+                *ctx.shard,
             )
             dinputs = [result if needed else None for result, needed in zip(results, needs, strict=True)]
-    return (*dinputs, *[None] * (len(LinearRows._fields) - 3 + len(Wanted._fields) + len(Keep._fields) + 1))
+    return (*dinputs, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
 linear_token_stats.register_autograd(backward, setup_context=setup_context)

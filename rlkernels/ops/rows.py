@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ class Rows(NamedTuple):
     softcap: Tensor | None  # [1]
     logit_scale: Tensor  # [1]
     ignore_index: int
+
+    @property
+    def columns(self) -> int:
+        return self.logits.shape[-1]
+
+    def sizes(self) -> dict[str, Any]:
+        """What the shards of one vocabulary have in common, besides the rows."""
+        return {"dtype of logits": self.logits.dtype}
 
 
 class Tile(NamedTuple):
@@ -55,6 +63,11 @@ class RowStats(NamedTuple):
 
     def take(self, rows: slice) -> RowStats:
         return RowStats(*(column[rows] if column.numel() else column for column in self))
+
+    def put(self, rows: Tensor | slice, some: RowStats) -> None:
+        for whole, values in zip(self, some, strict=True):
+            if values.numel():
+                whole[rows] = values
 
 
 def empty_row_stats(rows: Rows, wanted: Wanted) -> RowStats:

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlkernels import backends
 from rlkernels.backends import memory
 from rlkernels.ops.rows import Rows, RowStats, SavedStats, Upstream, Wanted, empty_dlogits, empty_row_stats
+from rlkernels.ops.vocab_shards import VocabShard, sharded_stats
 
 
 @torch.library.custom_op("rlkernels::token_stats", mutates_args=())
@@ -25,11 +26,18 @@ def token_stats(
     want_log_sum_sq_probs: bool,
     want_mean_logits: bool,
     want_is_top1: bool,
+    vocab_start: int = 0,
+    vocab: int | None = None,
+    tp_group: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = Rows(logits, targets, temperature, softcap, logit_scale, ignore_index)
     wanted = Wanted(want_entropy, want_lse, want_log_sum_sq_probs, want_mean_logits, want_is_top1)
     stats = empty_row_stats(rows, wanted)
-    backends.implementation("token_stats", logits).token_stats_forward(rows, stats)
+    kernels = backends.implementation("token_stats", logits)
+    if tp_group is None:
+        kernels.token_stats_forward(rows, stats)
+    else:
+        sharded_stats(rows, stats, VocabShard.make(vocab_start, vocab, tp_group, logits.shape[-1]), kernels)
     return stats
 
 
@@ -41,10 +49,10 @@ def _(
     softcap: Tensor | None,
     logit_scale: Tensor,
     ignore_index: int,
-    *wanted: bool,
+    *wanted_and_shard: Any,
 ) -> tuple[Tensor, ...]:
     rows = Rows(logits, targets, temperature, softcap, logit_scale, ignore_index)
-    return tuple(empty_row_stats(rows, Wanted(*wanted)))
+    return tuple(empty_row_stats(rows, Wanted(*wanted_and_shard[: len(Wanted._fields)])))
 
 
 @torch.library.custom_op("rlkernels::token_stats_backward", mutates_args=())
@@ -61,12 +69,17 @@ def token_stats_backward(
     dlogp: Tensor | None,
     dentropy: Tensor | None,
     dlse: Tensor | None,
+    vocab_start: int = 0,
+    vocab: int | None = None,
 ) -> Tensor:
     rows = Rows(logits, targets, temperature, softcap, logit_scale, ignore_index)
     dlogits = memory.empty(logits.shape, logits.dtype, logits.device)
-    backends.implementation("token_stats", logits).token_stats_backward(
-        rows, SavedStats(row_max, log_sum_exp, entropy), Upstream(dlogp, dentropy, dlse), dlogits
-    )
+    width = logits.shape[-1]
+    if width:
+        tile = VocabShard.make(vocab_start, vocab, None, width).tile(slice(0, width))
+        backends.implementation("token_stats", logits).token_stats_backward(
+            rows, SavedStats(row_max, log_sum_exp, entropy), Upstream(dlogp, dentropy, dlse), dlogits, tile
+        )
     return dlogits
 
 
@@ -78,14 +91,14 @@ def _(
     softcap: Tensor | None,
     logit_scale: Tensor,
     ignore_index: int,
-    *saved_and_upstream: Tensor | None,
+    *saved_upstream_and_shard: Any,
 ) -> Tensor:
     return empty_dlogits(Rows(logits, targets, temperature, softcap, logit_scale, ignore_index))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     rows, stats = Rows(*inputs[: len(Rows._fields)]), RowStats(*output)
-    ctx.ignore_index = rows.ignore_index
+    ctx.ignore_index, ctx.shard = rows.ignore_index, VocabShard(*inputs[-3:])
     ctx.save_for_backward(
         rows.logits,
         rows.targets,
@@ -129,8 +142,9 @@ def _backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
             dlogp,
             dentropy,
             dlse,
+            *ctx.shard[:2],
         )
-    return (dlogits, *[None] * (len(Rows._fields) + len(Wanted._fields) - 1))
+    return (dlogits, *[None] * (len(ctx.needs_input_grad) - 1))
 
 
 token_stats.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,721 @@
+"""Vocabulary shards, sequences across ranks and data parallel: gloo processes against one process.
+
+The processes of a world are started once and run every case; a case compares with what its own process computes
+without a group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import itertools
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.testing import assert_close
+
+import rlkernels
+from rlkernels import PolicyBatch, backends, checks
+from rlkernels.ops.linear_rows import LinearRows
+from rlkernels.stats import OUTPUTS, linear_token_stats, token_stats
+
+WORLDS = (2, 4)
+IGNORE = -100
+VOCAB = 61
+WIDTHS = {
+    2: [(31, 30), (61, 0), (0, 61), (1, 60)],
+    4: [(16, 15, 15, 15), (0, 0, 61, 0), (20, 0, 30, 11)],
+}
+BACKENDS = [name for name in ("cpu", "reference", "triton") if backends.why_unavailable(name) is None]
+
+Case = Callable[[int, int], None]
+
+
+def in_both_dtypes(variants: list[tuple[int, ...]], backend: str = "cpu") -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Every variant in float64, the last one in float32 too; that alone in Triton, whose interpreter is slow."""
+    last = (variants[-1], torch.float32)
+    return [last] if backend == "triton" else [*((variant, torch.float64) for variant in variants), last]
+
+
+def few_if_slow(backend: str, *cases: Any) -> tuple[Any, ...]:
+    """Of Triton, whose interpreter is slow, the last case alone."""
+    return cases[-1:] if backend == "triton" else cases
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def on_each_backend(function: Callable[[int, int, str], None]) -> None:
+    for backend in BACKENDS:
+
+        def run(rank: int, world: int, backend: str = backend) -> None:
+            if backend != BACKENDS[0] and world > 2:
+                return  # two ranks say as much
+            previous = rlkernels.set_backend(backend)
+            try:
+                function(rank, world, backend)
+            finally:
+                rlkernels.set_backend(previous)
+
+        CASES[f"{function.__name__}[{backend}]"] = run
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def columns_of(rank: int, widths: tuple[int, ...]) -> slice:
+    start = sum(widths[:rank])
+    return slice(start, start + widths[rank])
+
+
+def close(actual: Tensor, expected: Tensor, **more: Any) -> None:
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[expected.dtype]
+    assert_close(actual, expected, atol=tolerance, rtol=tolerance, equal_nan=True, **more)
+
+
+def leaf(values: Tensor) -> Tensor:
+    return values.clone().requires_grad_()
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return (3 * torch.randn(*shape, generator=generator(seed), dtype=torch.float64)).to(dtype)
+
+
+def some_targets(rows: int, vocab: int = VOCAB) -> Tensor:
+    targets = torch.randint(0, vocab, (rows,), generator=generator(7))
+    targets[:2] = torch.tensor([0, vocab - 1])
+    targets[3] = IGNORE
+    return targets
+
+
+def objective_of_stats(stats: Any) -> Tensor:
+    weight = torch.linspace(-1, 2, stats.logp.numel(), dtype=stats.logp.dtype).view_as(stats.logp)
+    return (weight * (stats.logp + 0.3 * stats.entropy + 0.1 * stats.lse)).sum()
+
+
+def compare_token_stats(logits: Tensor, targets: Tensor, rank: int, widths: tuple[int, ...], **options: Any) -> None:
+    columns = columns_of(rank, widths)
+    whole, part = leaf(logits), leaf(logits[..., columns])
+    expected = token_stats(whole, targets, outputs=OUTPUTS, **options)
+    actual = token_stats(part, targets, outputs=OUTPUTS, tp_group=group(), **options)
+    for name, a, b in zip(actual._fields, actual, expected, strict=True):
+        close(a, b, msg=lambda text, name=name: f"{name}, {widths}: {text}") if a.is_floating_point() else None
+        assert a.dtype == b.dtype and (a.is_floating_point() or torch.equal(a, b)), (name, widths)
+    objective_of_stats(expected).backward()
+    objective_of_stats(actual).backward()
+    close(part.grad, whole.grad[..., columns])
+
+
+@on_each_backend
+def token_stats_of_shards(rank: int, world: int, backend: str) -> None:
+    rows = 6
+    targets = some_targets(rows)
+    temperature = torch.linspace(0.5, 2, rows)
+    for widths, dtype in in_both_dtypes(WIDTHS[world], backend):
+        logits = drawn(rows, VOCAB, dtype=dtype)
+        compare_token_stats(logits, targets, rank, widths, temperature=0.7)
+        compare_token_stats(logits, targets, rank, widths, temperature=temperature, softcap=4.0, logit_scale=1.5)
+        shaped = logits.view(2, 3, VOCAB).transpose(0, 1)
+        compare_token_stats(shaped, targets.view(3, 2), rank, widths, temperature=temperature[:3])
+    compare_token_stats(drawn(rows, VOCAB, dtype=torch.bfloat16), targets, rank, WIDTHS[world][0])
+    compare_token_stats(logits[:0], targets[:0], rank, WIDTHS[world][0])
+
+
+@on_each_backend
+def unusual_logits(rank: int, world: int, backend: str) -> None:
+    """Offsets, infinities, NaN, and maxima that stand in several shards."""
+    logits = drawn(8, VOCAB, dtype=torch.float64)
+    logits[0] += 1e6
+    logits[1, :40] = -torch.inf
+    logits[2] = -torch.inf
+    logits[3, 5] = torch.nan
+    logits[4] = 0.0
+    logits[5, [3, 50]] = 9.0
+    logits[6, [3, 50]] = 9.0
+    logits[7, 60] = torch.inf
+    targets = torch.tensor([4, 45, 0, 5, 0, 3, 50, 7])
+    for widths in few_if_slow(backend, *WIDTHS[world]):
+        part = logits[:, columns_of(rank, widths)]
+        expected = token_stats(logits, targets, outputs=OUTPUTS)
+        actual = token_stats(part, targets, outputs=OUTPUTS, tp_group=group())
+        for name, a, b in zip(actual._fields, actual, expected, strict=True):
+            if name == "mean_logits":
+                close(a[4:7], b[4:7])
+            elif a.dtype == torch.bool:
+                assert torch.equal(a, b), (name, a, b)
+            else:
+                # an offset of 1e6 leaves no more digits to a sum with it
+                assert_close(a, b, atol=1e-9, rtol=1e-12, equal_nan=True)
+
+
+@case
+def many_segments(rank: int, world: int) -> None:
+    widths = {2: (9000, 5000), 4: (5000, 4096, 0, 4904)}[world]
+    logits, targets = drawn(3, 14000, dtype=torch.float32), torch.tensor([13999, 4096, 17])
+    compare_token_stats(logits, targets, rank, widths)
+
+
+@case
+def shards_in_another_order(rank: int, world: int) -> None:
+    """`vocab_start` says where a shard is, whichever rank has it."""
+    widths = WIDTHS[world][0]
+    own = columns_of(world - 1 - rank, widths)
+    logits, targets = drawn(6, VOCAB, dtype=torch.float64), some_targets(6)
+    logits[:, [2, 59]] = 20.0
+    expected = token_stats(logits, targets, outputs=OUTPUTS)
+    actual = token_stats(logits[:, own], targets, outputs=OUTPUTS, vocab_start=own.start, tp_group=group())
+    for a, b in zip(actual, expected, strict=True):
+        assert_close(a, b)
+
+
+@case
+def case_B77_target_on_another_shard(rank: int, world: int) -> None:
+    part = torch.zeros(1, 4 // world, requires_grad=True)
+    token_stats(part, torch.tensor([0]), tp_group=group()).logp.sum().backward()
+    whole = torch.tensor([[0.75, -0.25, -0.25, -0.25]])
+    assert_close(part.grad, whole[:, columns_of(rank, (4 // world,) * world)])
+
+
+@case
+def padded_vocabulary(rank: int, world: int) -> None:
+    """A vocabulary padded to equal shards: each passes the columns that exist, and padding gets no gradient."""
+    width, hidden_size, rows = 24, 5, 6  # 61 columns: with 4 ranks the last one has none but padding
+    start = rank * width
+    exist = max(0, min(VOCAB - start, width)) if world == 4 else (width + 7, VOCAB - width - 7)[rank]
+    width = 24 if world == 4 else 40
+    start = start if world == 4 else (0, 31)[rank]
+    targets = some_targets(rows)
+    logits = drawn(rows, VOCAB, dtype=torch.float64)
+    padded = torch.full((rows, width), 1e9, dtype=torch.float64)
+    padded[:, :exist] = logits[:, start : start + exist]
+    whole, part = leaf(logits), leaf(padded)
+    objective_of_stats(token_stats(whole, targets, outputs=OUTPUTS)).backward()
+    objective_of_stats(token_stats(part[:, :exist], targets, outputs=OUTPUTS, tp_group=group())).backward()
+    close(part.grad[:, :exist], whole.grad[:, start : start + exist])
+    assert not part.grad[:, exist:].any()
+
+    hidden, weight = drawn(rows, hidden_size, dtype=torch.float64), drawn(VOCAB, hidden_size, dtype=torch.float64)
+    padded_weight = torch.full((width, hidden_size), 1e9, dtype=torch.float64)
+    padded_weight[:exist] = weight[start : start + exist]
+    whole, part = leaf(weight), leaf(padded_weight)
+    objective_of_stats(linear_token_stats(hidden, whole, targets, outputs=OUTPUTS)).backward()
+    objective_of_stats(linear_token_stats(hidden, part[:exist], targets, outputs=OUTPUTS, tp_group=group())).backward()
+    close(part.grad[:exist], whole.grad[start : start + exist])
+    assert not part.grad[exist:].any()
+
+
+def compare_linear(
+    rank: int, widths: tuple[int, ...], dtype: torch.dtype, trained: str, with_bias: bool = True, **options: Any
+) -> None:
+    """`trained` names what requires a gradient: hidden, weight, bias."""
+    rows, hidden_size = 7, 5
+    columns = columns_of(rank, widths)
+    tensors = {
+        "hidden": drawn(rows, hidden_size, dtype=dtype),
+        "weight": drawn(VOCAB, hidden_size, dtype=dtype, seed=1),
+    }
+    if with_bias:
+        tensors["bias"] = drawn(VOCAB, dtype=dtype, seed=2)
+    parts = {name: value if name == "hidden" else value[columns] for name, value in tensors.items()}
+    tensors, parts = ({name: leaf(v) if name in trained else v for name, v in t.items()} for t in (tensors, parts))
+    targets = some_targets(rows)
+    objective = options.pop("objective", objective_of_stats)
+    whole = linear_token_stats(**tensors, targets=targets, outputs=OUTPUTS, **options)
+    shard = linear_token_stats(**parts, targets=targets, outputs=OUTPUTS, tp_group=group(), **options)
+    # a logit is a sum of H products, whose order is the GEMM's
+    scale = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 4e-2}[dtype]
+    for name, a, b in zip(shard._fields, shard, whole, strict=True):
+        assert_close(a, b, atol=scale, rtol=scale, msg=lambda text, name=name: f"{name}, {widths}: {text}")
+    if trained:
+        objective(whole).backward()
+        objective(shard).backward()
+    for name in tensors:
+        if name in trained:
+            expected = tensors[name].grad if name == "hidden" else tensors[name].grad[columns]
+            assert_close(
+                parts[name].grad,
+                expected,
+                atol=5 * scale * max(1.0, float(tensors[name].grad.abs().max())),
+                rtol=scale,
+                msg=lambda text, name=name: f"d{name}, {widths}, trained {trained}: {text}",
+            )
+
+
+def logp_alone(stats: Any) -> Tensor:
+    """Some rows without a gradient, and none through the entropy: what a frozen head's direction serves."""
+    weight = torch.linspace(-1, 2, stats.logp.numel(), dtype=stats.logp.dtype)
+    weight[4] = 0
+    return (weight * stats.logp).sum()
+
+
+@on_each_backend
+def linear_path(rank: int, world: int, backend: str) -> None:
+    temperature = torch.linspace(0.5, 2, 7)
+    for widths, dtype in in_both_dtypes(WIDTHS[world], backend):
+        compare_linear(rank, widths, dtype, "hidden weight bias", temperature=0.7, softcap=4.0)
+        for options in few_if_slow(backend, {}, {"temperature": temperature}, {"softcap": 4.0, "logit_scale": 0.5}):
+            compare_linear(rank, widths, dtype, "hidden", objective=logp_alone, **options)
+            compare_linear(rank, widths, dtype, "hidden", **options)
+        if backend != "triton":
+            compare_linear(rank, widths, dtype, "hidden weight", with_bias=False, chunk_bytes=1)
+            compare_linear(rank, widths, dtype, "weight", objective=logp_alone)
+            compare_linear(rank, widths, dtype, "", with_bias=False)
+    compare_linear(rank, WIDTHS[world][0], torch.bfloat16, "hidden weight bias")
+    compare_linear(rank, WIDTHS[world][0], torch.bfloat16, "hidden", objective=logp_alone)
+
+
+@case
+def linear_path_of_all_rows(rank: int, world: int) -> None:
+    """As on a GPU, whose host does not know which rows are ignored."""
+    with mock.patch.object(LinearRows, "knows_counts", lambda self: False):
+        for widths in WIDTHS[world]:
+            compare_linear(rank, widths, torch.float64, "hidden weight bias", softcap=4.0)
+            compare_linear(rank, widths, torch.float64, "hidden", objective=logp_alone, softcap=4.0)
+            compare_linear(rank, widths, torch.float64, "hidden")
+
+
+@case
+def linear_path_without_a_labelled_row(rank: int, world: int) -> None:
+    columns = columns_of(rank, WIDTHS[world][0])
+    for requires_grad in (True, False):
+        hidden, weight = leaf(drawn(3, 5, dtype=torch.float32)), drawn(VOCAB, 5, dtype=torch.float32)[columns]
+        weight.requires_grad_(requires_grad)
+        for rows in (3, 0):
+            targets = torch.full((rows,), IGNORE)
+            stats = linear_token_stats(hidden[:rows], weight, targets, tp_group=group())
+            stats.logp.sum().backward()
+            assert not stats.logp.any() and not hidden.grad.any()
+            assert not requires_grad or not weight.grad.any()
+
+
+@case
+def linear_path_under_autocast(rank: int, world: int) -> None:
+    columns = columns_of(rank, WIDTHS[world][0])
+    hidden, weight = drawn(6, 8, dtype=torch.float32), drawn(VOCAB, 8, dtype=torch.float32)
+    whole, part = (leaf(hidden), leaf(weight)), (leaf(hidden), leaf(weight[columns]))
+    with torch.autocast("cpu", torch.bfloat16):
+        linear_token_stats(*whole, some_targets(6)).logp.sum().backward()
+        linear_token_stats(*part, some_targets(6), tp_group=group()).logp.sum().backward()
+    assert part[1].grad.dtype == torch.float32
+    assert_close(part[0].grad, whole[0].grad, atol=5e-2, rtol=2e-2)
+    assert_close(part[1].grad, whole[1].grad[columns], atol=5e-2, rtol=2e-2)
+
+
+def a_batch(dtype: torch.dtype) -> PolicyBatch:
+    targets = torch.randint(0, VOCAB, (3, 4), generator=generator(5))
+    targets[1, 2:] = IGNORE
+    old_logp = -4 + 0.2 * drawn(3, 4, dtype=dtype, seed=6)
+    return PolicyBatch(
+        targets, torch.tensor([1.0, -0.5, 0.3], dtype=dtype), old_logp=old_logp, ref_logp=old_logp.flip(0)
+    )
+
+
+POLICIES = (
+    ("dapo", {}),
+    (rlkernels.GSPO(clip_low=2.0, clip_high=2.0, kl_coef=0.1), {"reduction": "seq_mean_token_mean"}),
+    (rlkernels.GMPO(entropy_coef=0.01), {"reduction": "token_sum"}),
+    ("grpo", {"reduction": "none"}),
+)
+
+
+@on_each_backend
+def policy_losses(rank: int, world: int, backend: str) -> None:
+    columns = columns_of(rank, WIDTHS[world][0])
+    for dtype in few_if_slow(backend, torch.float64, torch.float32):
+        batch = a_batch(dtype)
+        logits = drawn(3, 4, VOCAB, dtype=dtype)
+        hidden, weight = 0.1 * drawn(3, 4, 5, dtype=dtype), drawn(VOCAB, 5, dtype=dtype, seed=1)
+        for objective, options in few_if_slow(backend, *POLICIES):
+            options = {**options, "temperature": 0.9}
+            whole, part = leaf(logits), leaf(logits[..., columns])
+            expected = rlkernels.policy_loss(whole, batch, objective, **options)
+            actual = rlkernels.policy_loss(
+                part, batch, objective, vocab_start=columns.start, tp_group=group(), **options
+            )
+            close(actual.loss, expected.loss)
+            expected.loss.sum().backward()
+            actual.loss.sum().backward()
+            close(part.grad, whole.grad[..., columns])
+            for name, value in expected.metrics.items():
+                assert_close(actual.metrics[name], value, atol=1e-5, rtol=1e-5)
+
+            for frozen in (False, True):
+                whole_head, head = weight.clone(), weight[columns].clone()
+                whole, part = leaf(hidden), leaf(hidden)
+                if not frozen:
+                    whole_head.requires_grad_(), head.requires_grad_()
+                expected = rlkernels.linear_policy_loss(whole, whole_head, batch, objective, **options)
+                actual = rlkernels.linear_policy_loss(part, head, batch, objective, tp_group=group(), **options)
+                scale = 1e-12 if dtype == torch.float64 else 3e-6
+                assert_close(actual.loss, expected.loss, atol=scale, rtol=scale)
+                expected.loss.sum().backward()
+                actual.loss.sum().backward()
+                assert_close(part.grad, whole.grad, atol=20 * scale, rtol=scale)
+                if not frozen:
+                    assert_close(head.grad, whole_head.grad[columns], atol=20 * scale, rtol=scale)
+
+
+SEQUENCES = {2: [(4, 3), (7, 0)], 4: [(3, 0, 2, 2), (0, 0, 7, 0)]}
+LONGEST = 9
+DATA_PARALLEL = (
+    ("token_mean", rlkernels.GRPO(kl_coef=0.1, entropy_coef=0.02)),
+    ("seq_mean_token_mean", rlkernels.GSPO(clip_low=2.0, clip_high=2.0)),
+    ("seq_mean_token_sum", rlkernels.GMPO()),
+    ("seq_mean_token_sum_norm", rlkernels.CISPO(ratio_max=1.5)),
+    ("token_sum", rlkernels.Reinforce()),
+)
+
+
+def whole_batch(dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Seven sequences of unequal lengths, one of them empty; hidden states and a head."""
+    targets = torch.randint(0, VOCAB, (7, 5), generator=generator(11))
+    lengths = torch.tensor([5, 1, 0, 3, 2, 5, 4])
+    targets[torch.arange(5) >= lengths[:, None]] = IGNORE
+    hidden, weight = 0.2 * drawn(7, 5, 6, dtype=dtype), drawn(VOCAB, 6, dtype=dtype, seed=1)
+    old_logp = token_stats(hidden @ weight.T, targets).logp + 0.1 * drawn(7, 5, dtype=dtype, seed=12)
+    batch = {
+        "targets": targets,
+        "advantages": torch.linspace(-1, 1.3, 7, dtype=dtype),
+        "old_logp": old_logp,
+        "ref_logp": old_logp.flip(-1),
+    }
+    return batch, hidden, weight
+
+
+def compare_metrics(actual: rlkernels.Metrics, expected: rlkernels.Metrics) -> None:
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        assert_close(
+            actual[name], value, atol=1e-6, rtol=1e-6, check_dtype=False, msg=lambda t, name=name: f"{name}: {t}"
+        )
+
+
+@case
+def data_parallel(rank: int, world: int) -> None:
+    """Whole sequences spread unevenly, ranks without any included, in micro-batches."""
+    for counts, dtype in in_both_dtypes(SEQUENCES[world]):
+        batch, hidden, weight = whole_batch(dtype)
+        start = sum(counts[:rank])
+        own = slice(start, start + counts[rank])
+        micro = [slice(start, min(start + 1, own.stop)), slice(min(start + 1, own.stop), own.stop)]
+        for (reduction, objective), gradients in itertools.product(DATA_PARALLEL, ("mean", "sum")):
+            max_length = LONGEST if reduction == "seq_mean_token_sum_norm" else None
+            norm = None if max_length is None else 7.0 * LONGEST
+            head = leaf(weight)
+            options: dict[str, Any] = {"objective": objective, "reduction": reduction}
+            expected = rlkernels.linear_policy_loss(hidden, head, PolicyBatch(**batch), normalizer=norm, **options)
+            expected.loss.backward()
+
+            parts = [PolicyBatch(**{name: value[span] for name, value in batch.items()}) for span in micro]
+            normalizer = rlkernels.global_normalizer(parts, reduction, gradients=gradients, max_length=max_length)
+            own_head = leaf(weight)
+            loss, metrics = torch.zeros((), dtype=dtype), []
+            for part, span in zip(parts, micro, strict=True):
+                out = rlkernels.linear_policy_loss(hidden[span], own_head, part, normalizer=normalizer, **options)
+                out.loss.backward()
+                loss += out.loss.detach()
+                metrics.append(out.metrics)
+            ranks = world if gradients == "mean" else 1
+            for total in (loss, own_head.grad):
+                dist.all_reduce(total)
+                total /= ranks  # as DDP does
+            scale = 1e-12 if dtype == torch.float64 else 1e-6
+            assert_close(loss, expected.loss, atol=scale, rtol=scale)
+            assert_close(own_head.grad, head.grad, atol=scale, rtol=5 * scale)
+            compare_metrics(rlkernels.Metrics.merge(metrics).all_reduce(), expected.metrics)
+
+
+class TinyPolicy(torch.nn.Module):
+    """The loss is made inside `forward`, where the hooks of DDP and FSDP see the head's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(6, 6, dtype=torch.float64)
+        self.head = torch.nn.Parameter(drawn(VOCAB, 6, dtype=torch.float64, seed=1))
+        with torch.no_grad():
+            self.body.weight.copy_(0.2 * drawn(6, 6, dtype=torch.float64, seed=3))
+            self.body.bias.zero_()
+
+    def forward(self, inputs: Tensor, batch: PolicyBatch, normalizer: Tensor) -> Tensor:
+        return rlkernels.linear_policy_loss(self.body(inputs), self.head, batch, "dapo", normalizer=normalizer).loss
+
+
+@case
+def case_B90_a_module_under_ddp(rank: int, world: int) -> None:
+    batch, inputs, _ = whole_batch(torch.float64)
+    counts = SEQUENCES[world][0]
+    own = columns_of(rank, counts)
+    part = PolicyBatch(**{name: value[own] for name, value in batch.items()})
+    alone, model = TinyPolicy(), torch.nn.parallel.DistributedDataParallel(TinyPolicy())
+    tokens = PolicyBatch(**batch).mask.sum()
+    alone(inputs, PolicyBatch(**batch), tokens).backward()
+    model(inputs[own], part, rlkernels.global_normalizer(part, "token_mean")).backward()
+    for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        close(parameter.grad, expected.grad)
+
+
+@case
+def data_parallel_times_shards(rank: int, world: int) -> None:
+    """Two by two: the head in two shards, the sequences in two parts."""
+    if world != 4:
+        return
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    tp_group, dp_group = pairs[rank // 2], pairs[2 + rank % 2]
+    batch, hidden, weight = whole_batch(torch.float64)
+    head, columns = leaf(weight), columns_of(rank % 2, (40, 21))
+    rlkernels.linear_policy_loss(hidden, head, PolicyBatch(**batch), "dapo").loss.backward()
+    own = (slice(0, 5), slice(5, 7))[rank // 2]
+    part = PolicyBatch(**{name: value[own] for name, value in batch.items()})
+    shard = leaf(weight[columns])
+    normalizer = rlkernels.global_normalizer(part, "token_mean", group=dp_group, gradients="sum")
+    loss = rlkernels.linear_policy_loss(hidden[own], shard, part, "dapo", normalizer=normalizer, tp_group=tp_group).loss
+    loss.backward()
+    dist.all_reduce(shard.grad, group=dp_group)
+    close(shard.grad, head.grad[columns])
+
+
+TOKENS = {2: [(3, 2), (0, 5)], 4: [(1, 0, 3, 1), (0, 5, 0, 0)]}
+SPREAD = (
+    *DATA_PARALLEL,
+    ("seq_mean_token_mean", rlkernels.GSPOToken(clip_low=0.01, clip_high=0.01)),
+    ("token_mean", rlkernels.GSPO(level="sequence_product", clip_low=2.0, clip_high=2.0, entropy_coef=0.01)),
+    ("seq_mean_token_mean", rlkernels.GMPO(clip_level="sequence", log_clip_low=0.02, log_clip_high=0.02)),
+    ("none", rlkernels.GSPO(clip_low=2.0, clip_high=2.0)),
+)
+
+
+@case
+def sequences_across_ranks(rank: int, world: int) -> None:
+    """Every rank has some tokens of every sequence: unevenly, or none at all."""
+    for counts, dtype in in_both_dtypes(TOKENS[world]):
+        batch, hidden, weight = whole_batch(dtype)
+        own = columns_of(rank, counts)
+        part = PolicyBatch(**{name: v if v.ndim == 1 else v[:, own] for name, v in batch.items()})
+        scale = 1e-12 if dtype == torch.float64 else 1e-6
+        for reduction, objective in SPREAD:
+            options = {"objective": objective, "reduction": reduction}
+            options["normalizer"] = 7.0 * LONGEST if reduction == "seq_mean_token_sum_norm" else None
+            whole, own_hidden, head, own_head = leaf(hidden), leaf(hidden[:, own]), leaf(weight), leaf(weight)
+            expected = rlkernels.linear_policy_loss(whole, head, PolicyBatch(**batch), **options)
+            actual = rlkernels.linear_policy_loss(own_hidden, own_head, part, cp_group=group(), **options)
+            loss = expected.loss[:, own] if reduction == "none" else expected.loss
+            assert_close(actual.loss, loss, atol=scale, rtol=scale)
+            expected.loss.sum().backward()
+            actual.loss.sum().backward()
+            assert_close(own_hidden.grad, whole.grad[:, own], atol=scale, rtol=5 * scale)
+            dist.all_reduce(own_head.grad)
+            assert_close(own_head.grad, head.grad, atol=scale, rtol=5 * scale)
+            compare_metrics(actual.metrics.all_reduce(), expected.metrics)
+
+            logits, own_logits = leaf(hidden @ weight.T), leaf(hidden[:, own] @ weight.T)
+            expected = rlkernels.policy_loss(logits, PolicyBatch(**batch), **options)
+            actual = rlkernels.policy_loss(own_logits, part, cp_group=group(), **options)
+            expected.loss.sum().backward()
+            actual.loss.sum().backward()
+            assert_close(own_logits.grad, logits.grad[:, own], atol=scale, rtol=5 * scale)
+
+
+@case
+def packed_sequences_across_ranks(rank: int, world: int) -> None:
+    logp, old_logp = drawn(2, 9, dtype=torch.float64) / 10
+    advantages = torch.tensor([[1.0], [-0.5], [0.7]], dtype=torch.float64)  # [3] would be taken for one a token of 3
+    options = {"objective": rlkernels.GSPO(clip_low=2.0, clip_high=2.0), "reduction": "seq_mean_token_mean"}
+    borders = torch.tensor([0, 4, 4, 9])
+    whole = leaf(logp)
+    batch = PolicyBatch(None, advantages, old_logp=old_logp, cu_seqlens=borders)
+    expected = rlkernels.logp_policy_loss(whole, batch, **options)
+    expected.loss.backward()
+    # token i goes to rank i % world
+    positions = torch.arange(rank, 9, world)
+    own_borders = torch.searchsorted(positions, borders)
+    own = leaf(logp[positions])
+    part = PolicyBatch(None, advantages, old_logp=old_logp[positions], cu_seqlens=own_borders)
+    actual = rlkernels.logp_policy_loss(own, part, cp_group=group(), **options)
+    actual.loss.backward()
+    close(actual.loss, expected.loss)
+    close(own.grad, whole.grad[positions])
+
+
+@case
+def other_sequences_raise_on_every_rank(rank: int, world: int) -> None:
+    logp = torch.zeros(3 if rank == 1 else 2, 4)
+    batch = PolicyBatch(None, torch.ones(logp.shape[0]))
+    message = raised(lambda: rlkernels.logp_policy_loss(logp, batch, "gspo", cp_group=group()))
+    assert "cp_group: expected the same sequences on every rank, got 2 on rank 0, 3 on rank 1" in message
+    logp = torch.zeros(2, 4, requires_grad=rank == 1)
+    batch = PolicyBatch(None, torch.ones(2))
+    assert "requires_grad" in raised(lambda: rlkernels.logp_policy_loss(logp, batch, "gspo", cp_group=group()))
+    assert "cp_group: expected a process group" in raised(
+        lambda: rlkernels.logp_policy_loss(logp, batch, "gspo", cp_group="default")
+    )
+
+
+def raised(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return str(error)
+    raise AssertionError("nothing raised")
+
+
+@case
+def wrong_arguments_raise_on_every_rank(rank: int, world: int) -> None:
+    targets = some_targets(6)
+    logits = drawn(6, VOCAB, dtype=torch.float32)
+    own = columns_of(rank, WIDTHS[world][0])
+    good = functools.partial(token_stats, logits[:, own], targets, tp_group=group())
+    one_is_wrong = rank == 1
+
+    def call(**changed: Any) -> Callable[[], Any]:
+        arguments = {"logits": logits[:, own], "targets": targets, "tp_group": group(), **changed}
+        return lambda: token_stats(**arguments)
+
+    expected = token_stats(logits, targets)
+    for _ in range(2):
+        # the whole vocabulary on every rank, too few columns, a hole (B78)
+        assert "vocab_start: expected shards that adjoin" in raised(call(logits=logits, vocab_start=own.start))
+        short = logits[:, own.start : own.stop - 1] if one_is_wrong and own.stop > own.start else logits[:, own]
+        if world == 2:
+            assert "label" in raised(call(logits=short, targets=torch.full_like(targets, VOCAB - 1)))
+            starts = (0, 32)
+            assert "expected shards that adjoin" in raised(call(vocab_start=starts[rank]))
+        assert "on every rank or on none" in raised(call(vocab_start=None if one_is_wrong else own.start))
+        # other rows, another dtype, other labels, a wrong argument on one rank
+        assert "the same rows on every rank, got 6 on rank 0, 5 on rank 1" in raised(
+            call(**({"logits": logits[:5, own], "targets": targets[:5]} if one_is_wrong else {}))
+        )
+        assert "the same dtype of logits" in raised(call(logits=(logits.double() if one_is_wrong else logits)[:, own]))
+        other = targets.clone()
+        other[0] += rank == 1
+        assert "the same checksum of targets" in raised(call(targets=other))
+        message = raised(call(temperature=-1.0 if one_is_wrong else 1.0))
+        assert "temperature: expected" in message and ("rank 1" in message) == (not one_is_wrong)
+        assert "targets: expected shape" in raised(call(targets=targets[:4] if one_is_wrong else targets))
+        for label in (VOCAB, -1):
+            message = raised(call(targets=torch.full_like(targets, label)))
+            assert f"targets: expected labels in [0, {VOCAB})" in message
+        per_row = torch.ones(6)
+        per_row[2] = 0.0 if one_is_wrong else 1.0
+        assert "temperature: expected" in raised(call(temperature=per_row))
+        assert "at least one column" in raised(call(logits=logits[:, :0]))
+        # nothing is left over that the next call would trip over
+        close(good().logp, expected.logp)
+
+
+@case
+def wrong_heads_raise_on_every_rank(rank: int, world: int) -> None:
+    hidden, weight, targets = drawn(6, 5, dtype=torch.float32), drawn(20, 5, dtype=torch.float32), some_targets(6, 20)
+    one_is_wrong = rank == 1
+
+    def call(**changed: Any) -> Callable[[], Any]:
+        arguments = {"hidden": hidden, "weight": weight, "targets": targets, "tp_group": group(), **changed}
+        return lambda: linear_token_stats(**arguments)
+
+    assert "weight: expected shape" in raised(call(weight=weight[:, :4] if one_is_wrong else weight))
+    assert "the same H on every rank" in raised(
+        call(**({"weight": weight[:, :4], "hidden": hidden[:, :4]} if one_is_wrong else {}))
+    )
+    assert "the same weight.requires_grad" in raised(call(weight=leaf(weight) if one_is_wrong else weight))
+    assert "the same hidden.requires_grad" in raised(call(hidden=leaf(hidden) if one_is_wrong else hidden))
+    assert "the same selected rows" in raised(call(rows=torch.tensor([0, 1, 2][: 2 + rank])))
+    assert "tp_group: expected a process group" in raised(call(tp_group="default"))
+    assert "vocab_start: expected None without tp_group" in raised(lambda: token_stats(hidden, targets, vocab_start=0))
+    assert torch.isfinite(call(weight=weight)().logp).all()
+
+
+@case
+def sizes_are_exchanged_once_where_values_are_not_checked(rank: int, world: int) -> None:
+    """As on a GPU, whose host does not wait in every call."""
+    own = columns_of(rank, WIDTHS[world][0])
+    logits = drawn(6, VOCAB, dtype=torch.float32)
+    targets = some_targets(6)
+    unchecked = mock.patch.object(checks, "values_are_checked", lambda device: False)
+    with unchecked, mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
+        for rows in (6, 6, 4, 6, 4):
+            actual = token_stats(logits[:rows, own], targets[:rows], tp_group=group())
+            close(actual.logp, token_stats(logits[:rows], targets[:rows]).logp)
+        assert exchange.call_count == 2
+
+
+@case
+def two_collectives_for_any_number_of_rows(rank: int, world: int) -> None:
+    own = columns_of(rank, WIDTHS[world][0])
+    logits, targets = leaf(drawn(6, VOCAB, dtype=torch.float32)[:, own]), some_targets(6)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        token_stats(logits, targets, outputs=OUTPUTS, tp_group=group()).logp.sum().backward()
+        assert all_reduce.call_count == 2
+
+
+@case
+def compiled_code_leaves_shards_to_python(rank: int, world: int) -> None:
+    if world > 2:
+        return
+    own = columns_of(rank, WIDTHS[world][0])
+    logits, targets = drawn(6, VOCAB, dtype=torch.float32)[:, own], some_targets(6)
+
+    def step(logits: Tensor) -> Tensor:
+        return token_stats(logits, targets, tp_group=group()).logp
+
+    close(torch.compile(step, backend="eager")(logits), step(logits))
+    torch._dynamo.reset()
+    try:
+        torch.compile(step, backend="eager", fullgraph=True)(logits)
+    except torch._dynamo.exc.Unsupported as error:
+        assert "_agree_on_shards" in str(error)
+    else:
+        raise AssertionError("nothing raised")
+
+
+def run_cases(rank: int, world: int, store: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=30)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    for name, function in CASES.items():
+        try:
+            function(rank, world)
+        except BaseException:
+            results[rank, name] = traceback.format_exc()
+            raise  # the ranks are no longer at the same collective
+        results[rank, name] = None
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Any]]:
+    """What every rank says about every case: None, or how it failed."""
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    with mp.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        processes = mp.spawn(run_cases, (request.param, str(store), results), nprocs=request.param, join=False)
+        with contextlib.suppress(mp.ProcessRaisedException):  # said by the case
+            while not processes.join():
+                pass
+        yield dict(results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_as_one_process(name: str, outcome: dict[Any, str | None]) -> None:
+    ranks = {rank for rank, _ in outcome}
+    failures = [outcome[rank, name] for rank in ranks if outcome.get((rank, name)) is not None]
+    assert not failures, "\n".join(failures)
+    assert ranks and all((rank, name) in outcome for rank in ranks), "not run: an earlier case failed"
