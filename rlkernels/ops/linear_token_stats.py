@@ -128,10 +128,14 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> tuple[
     )
 
 
+# where it stands among forward's arguments, before the shard's
+_CHUNK_BYTES = len(LinearRows._fields) + len(Wanted._fields) + len(Keep._fields)
+
+
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     rows = LinearRows(*inputs[: len(LinearRows._fields)])
     stats, kept = RowStats(*output[: len(RowStats._fields)]), Kept(*output[len(RowStats._fields) :])
-    ctx.ignore_index, (ctx.chunk_bytes, *ctx.shard) = rows.ignore_index, inputs[-4:]
+    ctx.ignore_index, (ctx.chunk_bytes, *ctx.shard) = rows.ignore_index, inputs[_CHUNK_BYTES:]
     ctx.save_for_backward(*rows[:-1], stats.row_max, stats.log_sum_exp, stats.entropy, *kept)
     ctx.mark_non_differentiable(
         stats.log_sum_sq_probs, stats.mean_logits, stats.is_top1, stats.row_max, stats.log_sum_exp, *kept
