@@ -225,15 +225,16 @@ def _metrics(packed: _Packed, policy: PolicyTerms | None, kl: Tensor | None) -> 
     count = wide(mask.sum())
 
     def mean(values: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.where(mask, wide(values), 0).sum(), count
+        return wide(torch.where(mask, values, 0).sum()), count
 
-    log_ratio = wide(packed.tokens.log_ratio.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = packed.tokens.log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     means = {"approx_kl_k1": mean(-log_ratio), "approx_kl_k3": mean(torch.expm1(log_ratio) - log_ratio)}
     minima, maxima, variances = {}, {}, {}
     if policy is not None:
-        ratio = wide(policy.ratio.detach())
+        ratio = policy.ratio.detach()
         means["ratio_mean"] = mean(ratio)
-        variances["ratio_variance"] = (means["ratio_mean"][0], mean((ratio - 1) ** 2)[0], count)
+        above = torch.where(mask, wide(ratio) - 1, 0)  # its square can be too large for float32
+        variances["ratio_variance"] = (above.sum() + count, (above * above).sum(), count)
         minima["ratio_min"] = torch.where(mask, ratio, torch.inf)
         maxima["ratio_max"] = torch.where(mask, ratio, -torch.inf)
         lengths = segments.sum(mask.to(ratio.dtype))
