@@ -153,35 +153,44 @@ def test_clip_cov_draws_as_many(generator: Generator) -> None:
     assert zeros[0] == zeros[1]
 
 
-@pytest.mark.parametrize("loss_type, mine", [("ppo_clip", "rlk_grpo"), ("reinforce", "rlk_reinforce")])
-def test_bypass_mode_is_one_of_two_losses(loss_type: str, mine: str, generator: Generator) -> None:
-    """With the mask and the weights that verl forms for it."""
+@pytest.mark.parametrize("info", [{}, GLOBAL], ids=["own", "global"])
+@pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {"rollout_is": "token", "rollout_is_threshold": 1.2, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.7_1.6"},
+        {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
+        {"rollout_is": None, "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.2},
+    ],
+    ids=lambda options: str(options["rollout_is"]),
+)
+def test_bypass_mode(
+    correction: dict[str, Any], loss_type: str, info: dict[str, Any], generator: Generator
+) -> None:
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
     batch = random_batch(generator)
-    options = {
-        "rollout_is": "token",
-        "rollout_is_threshold": 1.2,
-        "rollout_rs": "token_k1",
-        "rollout_rs_threshold": "0.7_1.6",
-    }
-    config = configuration(
-        policy_loss={"rollout_correction": RolloutCorrectionConfig(bypass_mode=True, loss_type=loss_type, **options)}
-    )
-    theirs = evaluate("bypass_mode", batch, "token-mean", config)
-    with torch.no_grad():
-        weights, mask, _ = compute_rollout_correction_and_rejection_mask(
-            old_log_prob=batch["log_prob"],
-            rollout_log_prob=batch["old_log_prob"],
-            response_mask=batch["response_mask"],
-            **options,
+    options = RolloutCorrectionConfig(bypass_mode=True, loss_type=loss_type, **correction)
+    config = configuration(info, policy_loss={"rollout_correction": options})
+    theirs, mine = (evaluate(name, batch, "token-mean", config) for name in ("bypass_mode", "rlk_bypass_mode"))
+    torch.testing.assert_close(mine[0], theirs[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(mine[1], theirs[1], rtol=1e-6, atol=1e-6)
+    corrected = {name: value for name, value in theirs[2].items() if not name.startswith("actor/pg_clipfrac")}
+    assert {name: mine[2][name] for name in corrected} == pytest.approx(corrected)
+    assert len(corrected) > 1, "the correction's own metrics"
+
+
+def test_bypass_mode_refuses(generator: Generator) -> None:
+    batch = random_batch(generator)
+    with pytest.raises(ValueError, match="rollout_correction: expected verl's configuration"):
+        evaluate("rlk_bypass_mode", batch, "token-mean", configuration(policy_loss={"rollout_correction": None}))
+    with pytest.raises(ValueError, match="loss_type: expected one of ppo_clip, reinforce, got 'other'"):
+        evaluate(
+            "rlk_bypass_mode",
+            batch,
+            "token-mean",
+            configuration(policy_loss={"rollout_correction": {"loss_type": "other"}}),
         )
-    batch["response_mask"] = mask
-    weights = weights.batch["rollout_is_weights"] if loss_type == "reinforce" else None
-    actual = evaluate(mine, batch, "token-mean", config, rollout_is_weights=weights)
-    torch.testing.assert_close(actual[0], theirs[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(actual[1], theirs[1], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["rlk_gspo", "rlk_luspo", "rlk_vespo"])
@@ -448,8 +457,6 @@ def test_what_the_fused_head_refuses() -> None:
     hidden, weight, labels = torch.zeros(2, 4), torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="reduction: expected 'none'"):
         integration.linear_cross_entropy(hidden, weight, labels, 1.0, "mean")
-    with pytest.raises(ValueError, match="dist_process_group: expected the whole vocabulary"):
-        integration.linear_cross_entropy(hidden, weight, labels, 1.0, "none", SimpleNamespace(size=lambda: 2))
 
 
 @pytest.mark.parametrize("module", [fused_forward, lambda_grpo, policy_losses], ids=lambda module: module.__name__)

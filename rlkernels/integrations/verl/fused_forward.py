@@ -91,16 +91,22 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """verl's function of this name on `linear_token_stats`: log-probabilities and entropies, both `[N]` float32.
 
+    Where `dist_process_group` has several ranks, `weight [V / ranks, H]` is this rank's part of the vocabulary, in the
+    order of ranks, and `hidden`'s gradients add up over the ranks, as those of verl's kernel: Megatron's
+    sequence-parallel gather, which made `hidden`, sums them.
+
     Raises:
-        ValueError: a reduction, or a vocabulary that is spread over several ranks.
+        ValueError: a reduction.
     """
     if reduction.lower() != "none":
         raise ValueError(f"reduction: expected 'none', got {reduction!r}")
-    if dist_process_group is not None and dist_process_group.size() > 1:
-        ranks = dist_process_group.size()
-        raise ValueError(f"dist_process_group: expected the whole vocabulary on each rank, got it spread over {ranks}")
     rows = hidden.reshape(-1, hidden.shape[-1])
-    stats = linear_token_stats(rows, weight, labels.reshape(-1), temperature=temperature)
+    ranks = 1 if dist_process_group is None else dist_process_group.size()
+    if ranks > 1 and rows.requires_grad:
+        rows = rows.view_as(rows)
+        rows.register_hook(lambda gradient: gradient / ranks)  # the whole one, on every rank
+    group = dist_process_group if ranks > 1 else None
+    stats = linear_token_stats(rows, weight, labels.reshape(-1), temperature=temperature, tp_group=group)
     assert stats.entropy is not None
     return stats.logp, stats.entropy
 

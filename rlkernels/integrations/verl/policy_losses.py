@@ -17,6 +17,10 @@ from rlkernels.reductions import Normalizer
 from rlkernels.weighted_objectives import DPPO, DRO, VESPO
 
 _ALGORITHMS = "verl.trainer.ppo.core_algos"
+_ROLLOUT_CORRECTION = "verl.trainer.ppo.rollout_corr_helper"
+
+_BYPASS = "rlk_bypass_mode"
+_BYPASSED = {"ppo_clip": "rlk_grpo", "reinforce": "rlk_reinforce"}
 
 _LOG_RATIO_CLAMP = 20.0  # verl's, but of GSPO, where it is 10
 
@@ -125,7 +129,7 @@ POLICY_LOSSES = {
 
 
 def register() -> None:
-    """Add this package's objectives to verl's policy losses, as the names of `POLICY_LOSSES`.
+    """Add this package's objectives to verl's policy losses, as the names of `POLICY_LOSSES`, and `rlk_bypass_mode`.
 
     Choose one with `actor_rollout_ref.actor.policy_loss.loss_mode=rlk_gspo`. Clip ranges and everything else come from
     verl's configuration, in verl's conventions (`docs/verl.md` has the table); KL and entropy terms stay verl's. The
@@ -142,6 +146,7 @@ def register() -> None:
     registry = imported(_ALGORITHMS)
     for name, loss in POLICY_LOSSES.items():
         registry.register_policy_loss(name)(_as_verl_calls_it(name, loss))
+    registry.register_policy_loss(_BYPASS)(_bypass_mode)
 
 
 def _as_verl_calls_it(name: str, loss: _PolicyLoss) -> Callable[..., tuple[Tensor, dict[str, float]]]:
@@ -174,6 +179,38 @@ def _as_verl_calls_it(name: str, loss: _PolicyLoss) -> Callable[..., tuple[Tenso
 
     policy_loss.__name__ = policy_loss.__qualname__ = name
     return policy_loss
+
+
+def _bypass_mode(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """Mask and weights are formed by verl itself; weights from outside are ignored, as verl ignores them."""
+    correction = None if config is None else config.policy_loss.get("rollout_correction", None)
+    if correction is None:
+        raise ValueError(f"policy_loss.rollout_correction: expected verl's configuration for {_BYPASS}, got None")
+    kind = correction.get("loss_type", "ppo_clip")
+    if kind not in _BYPASSED:
+        raise ValueError(f"rollout_correction.loss_type: expected one of {', '.join(_BYPASSED)}, got {kind!r}")
+    helper = imported(_ROLLOUT_CORRECTION)
+    options = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
+    formed, mask, metrics = helper.compute_rollout_correction_and_rejection_mask(
+        old_log_prob=log_prob.detach(),
+        rollout_log_prob=old_log_prob,
+        response_mask=response_mask,
+        **{name: correction[name] for name in options if name in correction},
+    )
+    # the clipped ratio is that of the rollout already
+    weights = formed.batch["rollout_is_weights"] if formed and kind == "reinforce" else None
+    name = _BYPASSED[kind]
+    loss = _as_verl_calls_it(name, POLICY_LOSSES[name])
+    value, own = loss(old_log_prob, log_prob, advantages, mask, loss_agg_mode, config, weights)
+    return value, {**own, **metrics}
 
 
 def _geometric_mean(weights: Tensor, mask: Tensor) -> Tensor:
