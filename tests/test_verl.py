@@ -158,15 +158,18 @@ def test_clip_cov_draws_as_many(generator: Generator) -> None:
 @pytest.mark.parametrize(
     "correction",
     [
-        {"rollout_is": "token", "rollout_is_threshold": 1.2, "rollout_rs": "token_k1", "rollout_rs_threshold": "0.7_1.6"},
+        {
+            "rollout_is": "token",
+            "rollout_is_threshold": 1.2,
+            "rollout_rs": "token_k1",
+            "rollout_rs_threshold": "0.7_1.6",
+        },
         {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
         {"rollout_is": None, "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.2},
     ],
     ids=lambda options: str(options["rollout_is"]),
 )
-def test_bypass_mode(
-    correction: dict[str, Any], loss_type: str, info: dict[str, Any], generator: Generator
-) -> None:
+def test_bypass_mode(correction: dict[str, Any], loss_type: str, info: dict[str, Any], generator: Generator) -> None:
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
 
     batch = random_batch(generator)
