@@ -7,7 +7,7 @@ called in the operation's stead.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 from types import ModuleType
 
@@ -68,11 +68,18 @@ def _import_error(module: str) -> str | None:
     return None
 
 
+def _triton_error() -> str | None:
+    if _HAS_GPU or triton_is_interpreted:
+        return _import_error("triton")
+    # a quarter of a second, for what cannot run here
+    return None if importlib.util.find_spec("triton") else "No module named 'triton'"
+
+
 # found out once, at import: torch.compile traces through `choose`
-_NATIVE_ERROR = _import_error("rlkernels._native")
-_TRITON_ERROR = _import_error("triton")
 triton_is_interpreted = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _HAS_GPU = torch.cuda.is_available() or torch.xpu.is_available()
+_NATIVE_ERROR = _import_error("rlkernels._native")
+_TRITON_ERROR = _triton_error()
 
 
 def _cuda_name(version: int) -> str:
