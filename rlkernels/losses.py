@@ -263,14 +263,14 @@ def logp_policy_loss(
 
 
 def logp_policy_terms(
-    logp: Tensor, batch: PolicyBatch, objective: Objective, *, cp_group: dist.ProcessGroup | None = None
+    logp: Tensor, batch: PolicyBatch, objective: str | Objective, *, cp_group: dist.ProcessGroup | None = None
 ) -> PolicyTerms:
     """The policy term of every token, for trainers that reduce it, and where it is clipped, by themselves.
 
         policy_term(logp, ...);   no weight, KL term, entropy bonus or reduction
 
     Args:
-        logp, batch, objective, cp_group: as in `logp_policy_loss`; the objective is an instance.
+        logp, batch, objective, cp_group: as in `logp_policy_loss`; the objective is no callable.
 
     Returns:
         `PolicyTerms(loss, ratio, clipped_low, clipped_high)`, `[N]`, the tokens in order; only the first is for
@@ -282,15 +282,17 @@ def logp_policy_terms(
         >>> import torch, rlkernels
         >>> from rlkernels.losses import logp_policy_terms
         >>> batch = rlkernels.PolicyBatch(None, torch.tensor([1.0]), old_logp=torch.tensor([[-1.0, -2.5]]))
-        >>> terms = logp_policy_terms(torch.tensor([[-1.0, -2.0]]), batch, rlkernels.GRPO())
+        >>> terms = logp_policy_terms(torch.tensor([[-1.0, -2.0]]), batch, "grpo")
         >>> terms.loss.tolist(), terms.clipped_high.tolist()
         ([-1.0, -1.2000000476837158], [False, True])
     """
-    _checked_recipe(batch, objective, "none", None)
+    known = _checked_recipe(batch, objective, "none", None).objective
+    if not isinstance(known, Objective):
+        raise TypeError(f"objective: expected a recipe's name or an objective, got {checks.describe(objective)}")
     checks.require_tensor("logp", logp)
     checks.require_dtype("logp", logp, checks.FLOAT_DTYPES)
     segments = batch.check_against(tuple(logp.shape), logp.device).across(cp_group)
-    return token_terms(logp, batch, segments, objective)
+    return token_terms(logp, batch, segments, known)
 
 
 def _checked_recipe(

@@ -57,6 +57,7 @@ def arguments(**changes: Any) -> Namespace:
         "tis_clip_low": 0.8,
         "use_kl_loss": False,
         "use_opsm": False,
+        "opsm_delta": 0.02,
         "use_rollout_logprobs": False,
         "use_tis": False,
         "use_unbiased_kl": False,
@@ -77,6 +78,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "unbiased-kl": {"use_kl_loss": True, "kl_loss_type": "k3", "use_unbiased_kl": True, "advantage_estimator": "gspo"},
     "tis": {"use_tis": True},
     "mismatch": {"get_mismatch_metrics": True, "advantage_estimator": "gspo", "calculate_per_token_loss": True},
+    "opsm": {"use_opsm": True, "use_tis": True},
     "rollout": {"use_rollout_logprobs": True},
     "recompute": {"recompute_loss_function": True, "entropy_coef": 0.05},
 }
@@ -157,6 +159,16 @@ def by_hand(args: Namespace, batch: dict[str, Any], logits: Tensor) -> tuple[Ten
             pg_loss = torch.where(advantages < 0, bounded, pg_loss)
     expected = {"entropy_loss": entropy, "pg_clipfrac": clipped.to(ratio.dtype), "ppo_kl": -difference}
     expected["train_rollout_logprob_abs_diff"] = ((logp if args.use_rollout_logprobs else old) - rollout).abs()
+    off_policy = torch.zeros((), dtype=logp.dtype)
+    if args.use_opsm:
+        flags = []
+        for part, gain, mask in zip(
+            (logp - old).split(RESPONSES), batch["advantages"], batch["loss_masks"], strict=True
+        ):
+            has_moved = -(part * mask).sum() / max(int(mask.sum()), 1) > args.opsm_delta
+            flags.append((gain < 0) & has_moved)
+            off_policy = off_policy + flags[-1].sum() / max(int(mask.sum()), 1)
+        pg_loss = pg_loss * ~torch.cat(flags)
     if args.use_tis or args.get_mismatch_metrics:
         weight = (torch.cat(batch["log_probs"]) - rollout).exp()
         bounded = weight.clamp(args.tis_clip_low, args.tis_clip)
@@ -172,7 +184,8 @@ def by_hand(args: Namespace, batch: dict[str, Any], logits: Tensor) -> tuple[Ten
         if args.use_unbiased_kl:
             expected["kl_loss"] = expected["kl_loss"] * (logp - torch.cat(batch["log_probs"])).exp()
         loss = loss + args.kl_loss_coef * reduce(expected["kl_loss"])
-    return loss, {"loss": loss} | {name: reduce(values) for name, values in expected.items()}
+    metrics = {"loss": loss} | {name: reduce(values) for name, values in expected.items()}
+    return loss, metrics | ({"opsm_clipfrac": off_policy} if args.use_opsm else {})
 
 
 @pytest.fixture
@@ -203,7 +216,7 @@ def test_value_gradient_and_metrics(name: str, generator: Generator) -> None:
     assert metrics.keys() == expected_metrics.keys()
     for key, value in metrics.items():
         assert not value.requires_grad
-        torch.testing.assert_close(value, expected_metrics[key].detach(), rtol=1e-6, atol=1e-6, msg=key)
+        torch.testing.assert_close(value, expected_metrics[key].detach(), rtol=1e-6, atol=1e-6, check_dtype=False)
 
 
 @pytest.mark.usefixtures("one_process")
@@ -222,7 +235,11 @@ def test_on_policy_without_old_log_probs(generator: Generator) -> None:
 def test_prompts_and_masked_tokens_are_not_felt(generator: Generator) -> None:
     batch, logits = random_batch(generator, torch.float64)
     expected = evaluated(integration.policy_loss, arguments(), batch, logits)
-    logits[0, : TOTALS[0] - RESPONSES[0] - 1] = torch.nan
+    ends = torch.tensor(TOTALS).cumsum(0)
+    is_trained = torch.zeros(sum(TOTALS), dtype=torch.bool)
+    for end, response, mask in zip(ends, RESPONSES, batch["loss_masks"], strict=True):
+        is_trained[end - response - 1 : end - 1] = mask != 0
+    logits[0, ~is_trained] = torch.nan
     loss, gradient, _ = evaluated(integration.policy_loss, arguments(), batch, logits)
     assert loss == expected[0] and torch.equal(gradient, expected[1])
 
@@ -278,12 +295,14 @@ def test_a_custom_reducer(generator: Generator) -> None:
     "changes, said",
     [
         ({"rollout_top_p": 0.9}, "rollout_top_p: expected 1.0, got 0.9"),
-        ({"use_opsm": True}, "use_opsm: expected False"),
+        ({"use_tis": True}, "batch: expected rollout_log_probs, got none"),
+        ({"use_rollout_logprobs": True}, "batch: expected rollout_log_probs, got none"),
         ({"use_kl_loss": True, "use_unbiased_kl": True, "kl_loss_type": "low_var_kl"}, "kl_loss_type: expected k1"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(changes: dict[str, Any], said: str, generator: Generator) -> None:
     batch, logits = random_batch(generator, torch.float64)
+    del batch["rollout_log_probs"]
     with pytest.raises(ValueError, match=said):
         evaluated(integration.policy_loss, arguments(**changes), batch, logits)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rlkernels import checks
@@ -10,6 +11,7 @@ from rlkernels.losses import logp_policy_loss
 from rlkernels.objectives import LUSPO, Objective
 from rlkernels.recipes import resolve
 from rlkernels.reductions import Normalizer
+from rlkernels.token_loss import PolicyLoss
 from rlkernels.weighted_objectives import VESPO
 
 Choice = str | Objective
@@ -56,10 +58,14 @@ def corrected_loss(
     normalizer: Normalizer | None,
 ) -> tuple[Tensor, Tensor]:
     """The loss, and the share of clipped tokens, among which those count that a weight of 0 rejects."""
-    batch = PolicyBatch(None, advantages, mask=mask, old_logp=old_logp)
-    out = logp_policy_loss(logp, batch, objective, reduction=reduction, normalizer=normalizer)
-    clip_fraction = out.metrics["clip_frac_low"] + out.metrics["clip_frac_high"]
+
+    def loss_with(policy_weight: Tensor | None) -> PolicyLoss:
+        batch = PolicyBatch(None, advantages, mask=mask, old_logp=old_logp, policy_weight=policy_weight)
+        return logp_policy_loss(logp, batch, objective, reduction=reduction, normalizer=normalizer)
+
+    out = loss_with(weights)
+    metrics = out.metrics
     if weights is not None:
-        batch = PolicyBatch(None, advantages, mask=mask, old_logp=old_logp, policy_weight=weights)
-        out = logp_policy_loss(logp, batch, objective, reduction=reduction, normalizer=normalizer)
-    return out.loss, clip_fraction
+        with torch.no_grad():
+            metrics = loss_with(None).metrics
+    return out.loss, metrics["clip_frac_low"] + metrics["clip_frac_high"]

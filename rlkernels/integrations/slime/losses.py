@@ -13,7 +13,7 @@ from rlkernels import checks
 from rlkernels.batch import PolicyBatch
 from rlkernels.integrations.adapter import Choice, chosen_objective, refuse_correction
 from rlkernels.integrations.slime.package import imported, loaded, parallel_state
-from rlkernels.integrations.slime.tokens import log_probs_and_entropy, response_tokens
+from rlkernels.integrations.slime.tokens import ResponseTokens, log_probs_and_entropy, response_tokens
 from rlkernels.losses import logp_policy_loss, logp_policy_terms
 from rlkernels.objectives import CISPO, GRPO, GSPO, Objective
 
@@ -100,37 +100,29 @@ def _loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     checks.require_sizes("logits", logits, 1, "T", "V")
     _refuse(args, objective)
-    is_corrected = args.use_tis or args.get_mismatch_metrics
     tokens = response_tokens(args, batch, logits)
     logp, entropy = log_probs_and_entropy(args, logits, tokens)
-    lengths = tokens.lengths
-    given = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
+    given = _per_token(batch, "rollout_log_probs") if args.use_rollout_logprobs else batch.get("log_probs")
     old = torch.cat(list(given)) if given else logp.detach()
-    advantages, mask, cu_seqlens = torch.cat(list(batch["advantages"])), tokens.mask, tokens.cu_seqlens
-    policy_batch = PolicyBatch(None, advantages, mask=mask, old_logp=old, cu_seqlens=cu_seqlens)
+    policy_batch = PolicyBatch(
+        None, torch.cat(list(batch["advantages"])), mask=tokens.mask, old_logp=old, cu_seqlens=tokens.cu_seqlens
+    )
     terms = logp_policy_terms(logp, policy_batch, objective, cp_group=tokens.cp_group)
-    by_sequence = objective.level != "token"
-    ppo_kl = (-terms.ratio.log() if by_sequence else old - logp).detach()
-    pg_loss, reduce_pg, reduce = terms.loss, sum_of_sample_mean, sum_of_sample_mean
+    ppo_kl = (old - logp if objective.level == "token" else -terms.ratio.log()).detach()
+    pg_loss, masks, reduce = terms.loss, batch["loss_masks"], sum_of_sample_mean
     correction: dict[str, Tensor] = {}
-    masks = batch["loss_masks"]
-    if is_corrected:
-        path = args.custom_tis_function_path
-        function = _truncated if path is None else loaded(path)
-        pg_loss, masks, correction = function(
-            args=args,
-            pg_loss=pg_loss,
-            train_log_probs=batch.get("log_probs") or list(logp.detach().split(lengths)),
-            rollout_log_probs=batch["rollout_log_probs"],
-            loss_masks=masks,
-            total_lengths=batch["total_lengths"],
-            response_lengths=batch["response_lengths"],
-        )
+    if args.use_opsm:
+        is_off, off_policy = _off_policy(args, batch, logp, policy_batch, tokens)
+        pg_loss = torch.where(is_off, 0, pg_loss)
+    if args.use_tis or args.get_mismatch_metrics:
+        train_logp = batch.get("log_probs") or list(logp.detach().split(tokens.lengths))
+        pg_loss, masks, correction = _corrected(args, batch, pg_loss, train_logp)
         correction = {"ois": (-ppo_kl).exp()} | correction
-        if path is not None:
+        if args.custom_tis_function_path is not None:  # it may have rejected tokens
             make = imported("slime.backends.megatron_utils.cp_utils").get_sum_of_sample_mean
             sums, per_token = batch["rollout_mask_sums"], args.calculate_per_token_loss
-            reduce = reduce_pg = make(batch["total_lengths"], batch["response_lengths"], masks, sums, per_token)
+            reduce = make(batch["total_lengths"], batch["response_lengths"], masks, sums, per_token)
+    reduce_pg = reduce
     path = getattr(args, "custom_pg_loss_reducer_function_path", None)
     if path is not None:
         per_token = args.calculate_per_token_loss
@@ -145,9 +137,11 @@ def _loss(
         losses["train_rollout_logprob_abs_diff"] = reduce(apart)
     if args.use_kl_loss:
         reference = torch.cat(list(batch["ref_log_probs"]))
-        losses["kl_loss"] = reduce(_kl(args, logp, reference, old, mask))
+        losses["kl_loss"] = reduce(_kl(args, logp, reference, old, tokens.mask))
         loss = loss + args.kl_loss_coef * losses["kl_loss"]
     losses |= {name: sum_of_sample_mean(values) for name, values in correction.items()}
+    if args.use_opsm:
+        losses["opsm_clipfrac"] = off_policy
     if batch.get("opd_reverse_kl"):
         losses["opd_reverse_kl"] = reduce(torch.cat(list(batch["opd_reverse_kl"])))
     return loss, {name: value.detach().clone() for name, value in ({"loss": loss} | losses).items()}
@@ -156,8 +150,6 @@ def _loss(
 def _refuse(args: Namespace, objective: Objective) -> None:
     if getattr(args, "rollout_top_p", 1.0) != 1.0:
         raise ValueError(f"rollout_top_p: expected 1.0, got {args.rollout_top_p}; use slime's loss and patch()")
-    if args.use_opsm:
-        raise ValueError("use_opsm: expected False, got True; use slime's loss and patch()")
     if args.allgather_cp and parallel_state().get_context_parallel_world_size() > 1:
         raise ValueError("allgather_cp: expected False, got True; use slime's loss and patch()")
     for name in ("use_tis", "get_mismatch_metrics"):
@@ -166,20 +158,40 @@ def _refuse(args: Namespace, objective: Objective) -> None:
         raise ValueError("kl_loss_type: expected k1, k2 or k3 with use_unbiased_kl, got 'low_var_kl'")
 
 
-def _truncated(
-    args: Namespace,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: Sequence[Tensor],
-    **_: Any,
+def _off_policy(
+    args: Namespace, batch: dict[str, Any], logp: Tensor, policy_batch: PolicyBatch, tokens: ResponseTokens
+) -> tuple[Tensor, Tensor]:
+    """`[N]` bool: tokens of negative advantage in sequences that have moved too far; and what slime logs of them."""
+    ratio = logp_policy_terms(logp.detach(), policy_batch, GSPO(), cp_group=tokens.cp_group).ratio
+    is_off = (policy_batch.advantages < 0) & (-ratio.log() > args.opsm_delta)
+    parts = zip(is_off.split(tokens.lengths), batch["loss_masks"], strict=True)
+    return is_off, torch.stack([part.sum() / mask.sum().clamp(min=1) for part, mask in parts]).sum()
+
+
+def _per_token(batch: dict[str, Any], name: str) -> Sequence[Tensor]:
+    if not batch.get(name):
+        raise ValueError(f"batch: expected {name}, got none")
+    return batch[name]
+
+
+def _corrected(
+    args: Namespace, batch: dict[str, Any], pg_loss: Tensor, train_logp: Sequence[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]:
-    """Truncated importance sampling, with the signature of `--custom-tis-function-path`."""
-    ratio = (torch.cat(list(train_log_probs)) - torch.cat(list(rollout_log_probs))).exp().detach()
+    """The policy term under truncated importance sampling, or the user's function; masks; per-token metrics."""
+    rollout_logp = _per_token(batch, "rollout_log_probs")
+    if args.custom_tis_function_path is not None:
+        return loaded(args.custom_tis_function_path)(
+            args=args,
+            pg_loss=pg_loss,
+            train_log_probs=train_logp,
+            rollout_log_probs=rollout_logp,
+            **{name: batch[name] for name in ("loss_masks", "total_lengths", "response_lengths")},
+        )
+    ratio = (torch.cat(list(train_logp)) - torch.cat(list(rollout_logp))).exp()
     weights = ratio.clamp(args.tis_clip_low, args.tis_clip)
     is_clipped = (weights != ratio).to(ratio.dtype)
-    return pg_loss * weights, loss_masks, {"tis": ratio, "tis_clipfrac": is_clipped, "tis_abs": (ratio - 1).abs()}
+    metrics = {"tis": ratio, "tis_clipfrac": is_clipped, "tis_abs": (ratio - 1).abs()}
+    return pg_loss * weights, batch["loss_masks"], metrics
 
 
 def _kl(args: Namespace, logp: Tensor, reference: Tensor, old: Tensor, mask: Tensor) -> Tensor:

@@ -71,10 +71,10 @@ def response_tokens(args: Namespace, batch: dict[str, Any], logits: Tensor) -> R
 
 
 def log_probs_and_entropy(args: Namespace, logits: Tensor, tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
-    """`[N]` both; entropies carry a gradient where the loss has a term of them."""
+    """`[N]` both, 0 where the mask is; entropies carry a gradient where the loss has a term of them."""
     mpu = parallel_state()
     targets = torch.full(logits.shape[1:2], IGNORE_INDEX, dtype=torch.int64, device=logits.device)
-    targets[tokens.rows] = tokens.targets.to(torch.int64)
+    targets[tokens.rows] = torch.where(tokens.mask, tokens.targets.to(torch.int64), IGNORE_INDEX)
     is_spread = mpu.get_tensor_model_parallel_world_size() > 1
     group = mpu.get_tensor_model_parallel_group() if is_spread else None
     temperature = getattr(args, "rollout_temperature", 1.0)
