@@ -10,6 +10,7 @@ import copy
 import doctest
 import importlib
 import itertools
+import subprocess
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -236,6 +237,15 @@ def test_an_objective_takes_the_trainers_reduction_and_correction(generator: Gen
     settings.token_level_loss = False
     other = called(integration.policy_loss(settings, objective, reduction="token_mean"), batch, GLOBAL)
     assert_same(other, mine)
+
+
+def test_adapters_import_no_trainer() -> None:
+    program = (
+        "import sys; from rlkernels.integrations import openrlhf, skyrl, slime; "
+        "found = {name.partition('.')[0] for name in sys.modules} & {'openrlhf', 'skyrl', 'slime', 'megatron', 'ray'}; "
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_docstring_examples() -> None:

@@ -6,8 +6,9 @@ Against float64 formulas always; against SkyRL's own losses and its worker's own
 from __future__ import annotations
 
 import doctest
-import importlib.util
+import importlib
 import pickle
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,9 +236,9 @@ def test_what_cannot_be_computed_is_refused(generator: Generator) -> None:
             called(loss_of(name), batch, corrected)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("skyrl") is not None, reason="SkyRL is installed")
-def test_without_skyrl() -> None:
-    with pytest.raises(ImportError, match="needs SkyRL: pip install skyrl"):
+def test_without_skyrl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, f"{integration._UTILITIES}.ppo_utils", None)
+    with pytest.raises(ImportError, match="is missing: pip install skyrl"):
         integration.register()
 
 

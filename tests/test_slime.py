@@ -11,7 +11,6 @@ import datetime
 import doctest
 import functools
 import importlib
-import logging
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -374,7 +373,6 @@ def test_docstring_examples(module: Any) -> None:
 
 
 def slimes_modules() -> tuple[Any, Any]:
-    logging.getLogger().setLevel(logging.ERROR)
     return (
         importlib.import_module("slime.backends.megatron_utils.loss"),
         importlib.import_module("megatron.core").mpu,
@@ -445,22 +443,32 @@ def test_slimes_own_loss_on_policy(slime_loss: Any, generator: Generator) -> Non
 
 def test_slimes_own_loss_on_patched_log_probs(slime_loss: Any, generator: Generator) -> None:
     """Its loss on this package's log-probabilities, top-p masks included, and its own again after `unpatch()`."""
-    batch, logits = random_batch(generator, torch.float32)
-    ids = [[torch.randperm(VOCAB, generator=generator)[:5] for _ in range(n)] for n in RESPONSES]
-    batch["rollout_top_p_token_ids"] = [torch.cat(sample) for sample in ids]
-    batch["rollout_top_p_token_offsets"] = [torch.arange(n + 1) * 5 for n in RESPONSES]
-    original = slime_loss.calculate_log_probs_and_entropy
     for changes in ({}, {"rollout_top_p": 0.9, "entropy_coef": 0.05}, {"log_probs_chunk_size": 5}):
-        args = arguments(**changes, loss_type="policy_loss")
-        theirs = dispatched(slime_loss, args, batch, logits)
-        integration.patch()
-        integration.patch()
-        assert slime_loss.calculate_log_probs_and_entropy is integration.calculate_log_probs_and_entropy
-        mine = dispatched(slime_loss, args, batch, logits)
-        integration.unpatch()
-        assert slime_loss.calculate_log_probs_and_entropy is original
-        close(mine[3], theirs[3], changes, terms=sum(RESPONSES))
-        close(mine[4], theirs[4], changes)
+        batch, logits = random_batch(generator, torch.float32)
+        assert_as_patched(slime_loss, with_top_p(batch, generator), logits, **changes)
+
+
+def with_top_p(batch: dict[str, Any], generator: Generator) -> dict[str, Any]:
+    """Among which tokens each one was sampled."""
+    ids = [[torch.randperm(VOCAB, generator=generator)[:3] for _ in range(n)] for n in RESPONSES]
+    return batch | {
+        "rollout_top_p_token_ids": [torch.cat(sample) for sample in ids],
+        "rollout_top_p_token_offsets": [torch.arange(n + 1) * 3 for n in RESPONSES],
+    }
+
+
+def assert_as_patched(loss_module: Any, batch: dict[str, Any], logits: Tensor, **changes: Any) -> None:
+    original = loss_module.calculate_log_probs_and_entropy
+    args = arguments(**changes, loss_type="policy_loss")
+    theirs = dispatched(loss_module, args, batch, logits)
+    integration.patch()
+    integration.patch()
+    assert loss_module.calculate_log_probs_and_entropy is integration.calculate_log_probs_and_entropy
+    mine = dispatched(loss_module, args, batch, logits)
+    integration.unpatch()
+    assert loss_module.calculate_log_probs_and_entropy is original
+    close(mine[3], theirs[3], changes, terms=sum(RESPONSES))
+    close(mine[4], theirs[4], changes)
 
 
 def spread_batch(batch: dict[str, Any], cp_utils: Any) -> dict[str, Any]:
@@ -474,7 +482,7 @@ def spread_batch(batch: dict[str, Any], cp_utils: Any) -> dict[str, Any]:
     return local
 
 
-def rank_of_two(rank: int, spread: str, store: str, results: Any) -> None:
+def rank_of_two(rank: int, spread: str, seed: int, store: str, results: Any) -> None:
     """The same batch on both ranks; each has its part of the vocabulary, or of the sequences."""
     try:
         torch.set_num_threads(1)
@@ -483,7 +491,7 @@ def rank_of_two(rank: int, spread: str, store: str, results: Any) -> None:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
         mpu.initialize_model_parallel(**{f"{spread}_parallel_size": 2, "distributed_timeout_minutes": 1})
         cp_utils = importlib.import_module("slime.backends.megatron_utils.cp_utils")
-        generator = torch.Generator().manual_seed(11)
+        generator = torch.Generator().manual_seed(seed)
         for changes in CONFIGURATIONS.values():
             batch, logits = random_batch(generator, torch.float32)
             if spread == "context":
@@ -493,6 +501,8 @@ def rank_of_two(rank: int, spread: str, store: str, results: Any) -> None:
             else:
                 logits = logits[..., rank * VOCAB // 2 : (rank + 1) * VOCAB // 2]
             assert_as_slime(loss_module, batch, logits, **changes)
+            if spread == "tensor_model":
+                assert_as_patched(loss_module, with_top_p(batch, generator), logits, **changes, rollout_top_p=0.9)
         results[rank] = None
         dist.destroy_process_group()
     except BaseException:
@@ -502,10 +512,10 @@ def rank_of_two(rank: int, spread: str, store: str, results: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spread", ["tensor_model", "context"])
-def test_slimes_own_loss_on_two_ranks(spread: str, tmp_path: Path) -> None:
+def test_slimes_own_loss_on_two_ranks(spread: str, tmp_path: Path, generator: Generator) -> None:
     pytest.importorskip("slime.backends.megatron_utils", reason="slime and Megatron-Core are not installed")
     with mp.get_context("spawn").Manager() as manager:
         results = manager.dict()
         with contextlib.suppress(mp.ProcessRaisedException):  # said by the rank
-            mp.spawn(rank_of_two, (spread, str(tmp_path / "store"), results), nprocs=2)
+            mp.spawn(rank_of_two, (spread, generator.initial_seed(), str(tmp_path / "store"), results), nprocs=2)
         assert dict(results) == {0: None, 1: None}, "\n".join(str(value) for value in results.values())

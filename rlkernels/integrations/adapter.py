@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,6 +40,16 @@ def chosen_objective(choice: Choice) -> tuple[Objective, str | None]:
         if value != 0:
             raise ValueError(f"{name}: expected 0, since the trainer adds a term of its own, got {value}")
     return objective, recipe.reduction if isinstance(choice, str | LUSPO) else None
+
+
+def imported(module: str, install: str) -> Any:
+    """A trainer's module, when it is needed; where it is missing ImportError says what to install."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):  # one that the trainer itself lacks
+            raise
+        raise ImportError(f"{module} is missing: {install}") from None
 
 
 def refuse_correction(setting: str, expected: object, value: object, objective: Objective) -> None:

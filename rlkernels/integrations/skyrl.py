@@ -9,7 +9,6 @@ Written for and tested with SkyRL 0.3.0, which is imported by `register()` and w
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +17,13 @@ import torch
 from torch import Tensor
 
 from rlkernels.covariance_objectives import ClipCov, KLCov
-from rlkernels.integrations.adapter import Choice, chosen_objective, corrected_loss, refuse_correction
+from rlkernels.integrations.adapter import Choice, chosen_objective, corrected_loss, imported, refuse_correction
 from rlkernels.objectives import CISPO, GMPO, GRPO, GSPO, SAPO, GSPOToken, Objective, Reinforce
 from rlkernels.weighted_objectives import DPPO, VESPO
 
 _UTILITIES = "skyrl.backends.skyrl_train.utils"
+
+_INSTALL = "pip install skyrl"
 
 _LOG_RATIO_CLAMP = 20.0  # SkyRL's, but of GSPO, where it is 10
 
@@ -124,7 +125,7 @@ def register(objectives: Mapping[str, Choice] | None = None) -> None:
         >>> from rlkernels.integrations import skyrl
         >>> skyrl.register({"rlk_dro": rlkernels.DRO(beta=0.1)})  # doctest: +SKIP
     """
-    registry = _imported("ppo_utils").PolicyLossRegistry
+    registry = imported(f"{_UTILITIES}.ppo_utils", _INSTALL).PolicyLossRegistry
     chosen = {name: _PolicyLoss(name, choice) for name, choice in (objectives or {}).items()}
     present = registry.list_available()
     for name in POLICY_LOSSES:
@@ -132,15 +133,6 @@ def register(objectives: Mapping[str, Choice] | None = None) -> None:
             registry.register(name, _PolicyLoss(name))
     for name, loss in chosen.items():
         registry.register(name, loss)
-
-
-def _imported(module: str) -> Any:
-    try:
-        return importlib.import_module(f"{_UTILITIES}.{module}")
-    except ModuleNotFoundError as error:
-        if error.name != "skyrl":
-            raise
-        raise ImportError("rlkernels.integrations.skyrl needs SkyRL: pip install skyrl") from None
 
 
 @dataclass(frozen=True)
@@ -197,6 +189,6 @@ class _PolicyLoss:
 
 def _correction(old: Tensor, rollout: Tensor, mask: Tensor, correction: Any) -> tuple[Tensor, dict[str, float]]:
     """SkyRL's own: weights of the policy term, 0 where it masks, and what it logs."""
-    utilities = _imported("off_policy_correction_utils")
+    utilities = imported(f"{_UTILITIES}.off_policy_correction_utils", _INSTALL)
     ratio, metrics, kept = utilities.compute_off_policy_correction(old, rollout, mask, correction)
     return (kept if ratio is None else kept * ratio).detach(), metrics

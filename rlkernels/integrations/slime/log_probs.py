@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlkernels.integrations.slime.package import imported
+from rlkernels.integrations.slime.package import slimes
 from rlkernels.stats import token_stats
 
 _FUNCTION = "calculate_log_probs_and_entropy"
@@ -77,7 +77,7 @@ def patch() -> None:
     """
     if _undo:
         return
-    original = getattr(imported("slime.utils.ppo_utils"), _FUNCTION)
+    original = getattr(slimes("utils.ppo_utils"), _FUNCTION)
     _swap(original, calculate_log_probs_and_entropy)
     _undo.append(lambda: _swap(calculate_log_probs_and_entropy, original))
 

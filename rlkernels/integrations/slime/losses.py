@@ -12,7 +12,7 @@ from torch import Tensor
 from rlkernels import checks
 from rlkernels.batch import PolicyBatch
 from rlkernels.integrations.adapter import Choice, chosen_objective, refuse_correction
-from rlkernels.integrations.slime.package import imported, loaded, parallel_state
+from rlkernels.integrations.slime.package import function_at, parallel_state, slimes
 from rlkernels.integrations.slime.tokens import ResponseTokens, log_probs_and_entropy, response_tokens
 from rlkernels.losses import logp_policy_loss, logp_policy_terms
 from rlkernels.objectives import CISPO, GRPO, GSPO, Objective
@@ -119,14 +119,14 @@ def _loss(
         pg_loss, masks, correction = _corrected(args, batch, pg_loss, train_logp)
         correction = {"ois": (-ppo_kl).exp()} | correction
         if args.custom_tis_function_path is not None:  # it may have rejected tokens
-            make = imported("slime.backends.megatron_utils.cp_utils").get_sum_of_sample_mean
+            make = slimes("backends.megatron_utils.cp_utils").get_sum_of_sample_mean
             sums, per_token = batch["rollout_mask_sums"], args.calculate_per_token_loss
             reduce = make(batch["total_lengths"], batch["response_lengths"], masks, sums, per_token)
     reduce_pg = reduce
     path = getattr(args, "custom_pg_loss_reducer_function_path", None)
     if path is not None:
         per_token = args.calculate_per_token_loss
-        reduce_pg = loaded(path)(batch["total_lengths"], batch["response_lengths"], masks, per_token)
+        reduce_pg = function_at(path)(batch["total_lengths"], batch["response_lengths"], masks, per_token)
     losses = {"pg_loss": reduce_pg(pg_loss), "entropy_loss": reduce(entropy)}
     loss = losses["pg_loss"] - args.entropy_coef * losses["entropy_loss"]
     clipped = (terms.clipped_low | terms.clipped_high).to(logp.dtype)
@@ -180,7 +180,7 @@ def _corrected(
     """The policy term under truncated importance sampling, or the user's function; masks; per-token metrics."""
     rollout_logp = _per_token(batch, "rollout_log_probs")
     if args.custom_tis_function_path is not None:
-        return loaded(args.custom_tis_function_path)(
+        return function_at(args.custom_tis_function_path)(
             args=args,
             pg_loss=pg_loss,
             train_log_probs=train_logp,

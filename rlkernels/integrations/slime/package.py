@@ -5,26 +5,19 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from rlkernels.integrations.adapter import imported
+
 
 def parallel_state() -> Any:
-    """Megatron-Core's parallel state, which the trainer has initialised."""
-    try:
-        return importlib.import_module("megatron.core").mpu
-    except ModuleNotFoundError as error:
-        if error.name not in ("megatron", "megatron.core"):
-            raise
-        raise ImportError("rlkernels.integrations.slime needs Megatron-Core: pip install megatron-core") from None
+    """Megatron-Core's, which the trainer has initialised."""
+    return imported("megatron.core", "pip install megatron-core").mpu
 
 
-def imported(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("slime"):
-            raise
-        raise ImportError("rlkernels.integrations.slime needs slime: github.com/THUDM/slime") from None
+def slimes(module: str) -> Any:
+    """A module of slime's; the index's package of that name is an empty placeholder."""
+    return imported(f"slime.{module}", "install slime from github.com/THUDM/slime")
 
 
-def loaded(path: str) -> Any:
+def function_at(path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernels.batch import IGNORE_INDEX
-from rlkernels.integrations.slime.package import imported, parallel_state
+from rlkernels.integrations.slime.package import parallel_state, slimes
 from rlkernels.stats import token_stats
 
 
@@ -27,13 +27,14 @@ class ResponseTokens(NamedTuple):
 
 
 def response_tokens(args: Namespace, batch: dict[str, Any], logits: Tensor) -> ResponseTokens:
+    """Of packed samples, whole or, under context parallelism, as slime cuts them."""
     mpu = parallel_state()
     totals, responses, device = batch["total_lengths"], batch["response_lengths"], logits.device
     is_spread = mpu.get_context_parallel_world_size() > 1
     if is_spread:
         # slime's own layout, of numbers of rows and positions in place of logits and tokens
         numbers = torch.arange(logits.shape[1], dtype=torch.float32).view(1, -1, 1)
-        spans = imported("slime.backends.megatron_utils.loss").get_responses(
+        spans = slimes("backends.megatron_utils.loss").get_responses(
             numbers,
             args=args,
             unconcat_tokens=[torch.arange(total) for total in totals],
