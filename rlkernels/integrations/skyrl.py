@@ -170,7 +170,7 @@ class _PolicyLoss:
             refuse_correction(f"off_policy_correction.{setting}", None, value, objective)
             mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
             weights, metrics = _correction(old_log_probs, rollout_logprobs, mask, correction)
-        if isinstance(objective, DPPO) and rollout_logprobs is not None:
+        if isinstance(objective, DPPO) and rollout_logprobs is not None:  # its trust region is around the rollout's
             old_log_probs = rollout_logprobs
         loss, clip_fraction = corrected_loss(
             log_probs, advantages, loss_mask, old_log_probs, weights, objective, "token_sum", None
