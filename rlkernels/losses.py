@@ -12,7 +12,7 @@ from rlkernels import backends, checks, schedules
 from rlkernels.batch import IGNORE_INDEX, PolicyBatch
 from rlkernels.distributed import with_shard
 from rlkernels.metrics import Metrics
-from rlkernels.objectives import Objective
+from rlkernels.objectives import Objective, PolicyTerms
 from rlkernels.ops.gradient_in_forward import GradientInForward, Parts
 from rlkernels.ops.linear_rows import LinearRows
 from rlkernels.ops.objective_options import ObjectiveOptions
@@ -29,6 +29,7 @@ from rlkernels.token_loss import (
     fused_options,
     objective_batch,
     token_loss,
+    token_terms,
     with_entropy_normalizer,
 )
 
@@ -259,6 +260,39 @@ def logp_policy_loss(
     elif isinstance(recipe.objective, Objective) and recipe.objective.entropy_coef != 0:
         raise ValueError(f"entropy: expected with entropy_coef={recipe.objective.entropy_coef}, got None")
     return token_loss(logp, entropy, batch, segments, recipe)
+
+
+def logp_policy_terms(
+    logp: Tensor, batch: PolicyBatch, objective: str | Objective, *, cp_group: dist.ProcessGroup | None = None
+) -> PolicyTerms:
+    """The policy term of every token, for trainers that reduce it, and where it is clipped, by themselves.
+
+        policy_term(logp, ...);   no weight, KL term, entropy bonus or reduction
+
+    Args:
+        logp, batch, objective, cp_group: as in `logp_policy_loss`; the objective is no callable.
+
+    Returns:
+        `PolicyTerms(loss, ratio, clipped_low, clipped_high)`, `[N]`, the tokens in order; only the first is for
+        gradients.
+
+    Raises: as `logp_policy_loss`.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> from rlkernels.losses import logp_policy_terms
+        >>> batch = rlkernels.PolicyBatch(None, torch.tensor([1.0]), old_logp=torch.tensor([[-1.0, -2.5]]))
+        >>> terms = logp_policy_terms(torch.tensor([[-1.0, -2.0]]), batch, "grpo")
+        >>> terms.loss.tolist(), terms.clipped_high.tolist()
+        ([-1.0, -1.2000000476837158], [False, True])
+    """
+    known = _checked_recipe(batch, objective, "none", None).objective
+    if not isinstance(known, Objective):
+        raise TypeError(f"objective: expected a recipe's name or an objective, got {checks.describe(objective)}")
+    checks.require_tensor("logp", logp)
+    checks.require_dtype("logp", logp, checks.FLOAT_DTYPES)
+    segments = batch.check_against(tuple(logp.shape), logp.device).across(cp_group)
+    return token_terms(logp, batch, segments, known)
 
 
 def _checked_recipe(

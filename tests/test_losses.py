@@ -12,6 +12,7 @@ from torch import Generator, Tensor
 
 import rlkernels
 from rlkernels import CISPO, GMPO, GRPO, GSPO, NFT, RECIPES, SAPO, GSPOToken, PolicyBatch, Reinforce
+from rlkernels.losses import logp_policy_terms
 
 LN2 = math.log(2.0)
 
@@ -829,3 +830,28 @@ def test_gmpo_sequence_clip_respects_the_log_ratio_clamp() -> None:
 def test_zero_weight_selects_an_infinite_advantage_away(name: str) -> None:
     arguments = {"advantages": [[1.0, math.inf]], name: [[1.0, 0.0]]}
     assert loss_and_gradient([[-1.0, -1.0]], "grpo", **arguments) == (-0.5, [[-0.5, 0.0]])
+
+
+def test_policy_terms_are_those_of_the_loss(generator: Generator) -> None:
+    """Packed, with an empty sequence; neither weights nor KL term are in them."""
+    logp = -torch.rand(9, generator=generator)
+    old = logp - 0.5 * torch.randn(9, generator=generator)
+    mask = torch.tensor([1, 0, 1, 1, 0, 1, 1, 1, 1])
+    borders = torch.tensor([0, 4, 4, 9])
+    batch = rlkernels.PolicyBatch(
+        None,
+        torch.tensor([1.0, 2.0, -1.0]),
+        mask=mask,
+        old_logp=old,
+        cu_seqlens=borders,
+        policy_weight=torch.ones(3) / 2,
+    )
+    for objective in ("grpo", "gspo", rlkernels.CISPO(ratio_max=1.2, ratio_min=0.8)):
+        terms = logp_policy_terms(logp, batch, objective)
+        out = rlkernels.logp_policy_loss(logp, batch, objective, reduction="none")
+        torch.testing.assert_close(0.5 * terms.loss, out.loss)
+        clipped = [side.sum() / mask.sum() for side in (terms.clipped_low, terms.clipped_high)]
+        torch.testing.assert_close(clipped[0], out.metrics["clip_frac_low"], check_dtype=False)
+        torch.testing.assert_close(clipped[1], out.metrics["clip_frac_high"], check_dtype=False)
+    with pytest.raises(TypeError, match="objective: expected a recipe's name or an objective"):
+        logp_policy_terms(logp, batch, lambda logp, batch: logp)
