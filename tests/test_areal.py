@@ -377,3 +377,72 @@ def test_another_version_is_not_patched(actor: Any, monkeypatch: pytest.MonkeyPa
     with pytest.raises(RuntimeError, match="has no sapo_loss_fn"):
         integration.patch()
     assert actor.ppo_actor_loss_fn is own
+
+
+class Engine:
+    """In place of a model: one log-probability a token id, packed as AReaL's engines pack."""
+
+    def __init__(self) -> None:
+        self.table = (-torch.linspace(0.1, 3.0, 50)).requires_grad_()
+        self.losses: list[float] = []
+
+    def train(self) -> None:
+        pass
+
+    def get_version(self) -> int:
+        return 1
+
+    def train_batch(self, micro_batch: dict[str, Any], loss_fn: Any, loss_weight_fn: Any) -> dict[str, float]:
+        from areal.utils.data import pack_tensor_dict
+
+        packed = pack_tensor_dict(micro_batch)
+        logprobs = self.table[packed["input_ids"].roll(-1)]
+        loss = loss_fn(logprobs, torch.ones_like(logprobs), packed) * loss_weight_fn(packed)
+        loss.backward()
+        self.losses.append(loss.item())
+        return {}
+
+
+def updated(actor: Any, data: dict[str, Tensor], **options: Any) -> tuple[list[float], Tensor]:
+    from areal.api.cli_args import PPOActorConfig
+
+    config = PPOActorConfig(experiment_name="", trial_name="", ppo_n_minibatches=2, kl_ctl=0.0, **options)
+    engine = Engine()
+    ppo = actor.PPOActor(config, engine)
+    ppo._ppo_update(ppo._compute_advantages({name: values.clone() for name, values in data.items()}))
+    actor.stats_tracker.export_all()
+    assert engine.table.grad is not None
+    return engine.losses, engine.table.grad
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eps_clip": 0.1, "eps_clip_higher": 0.3, "c_clip": 1.5},
+        {"importance_sampling_level": "sequence"},
+        {"use_sapo_loss": True},
+        {"use_decoupled_loss": True, "rejection_sampling": REJECTIONS[1]},
+    ],
+    ids=["clip", "gspo", "sapo", "decoupled"],
+)
+def test_its_actor(actor: Any, options: dict[str, Any], generator: Generator) -> None:
+    """AReaL's own advantages, minibatches and update."""
+    options = dict(options)
+    if "rejection_sampling" in options:
+        options["rejection_sampling"] = actor.RejectionSamplingConfig(**options["rejection_sampling"])
+    lengths = torch.tensor([12, 7, 9, 12, 5, 10])
+    attention = torch.arange(12) < lengths[:, None]
+    data = {
+        "input_ids": torch.randint(50, (6, 12), generator=generator),
+        "attention_mask": attention,
+        "loss_mask": (attention & (torch.arange(12) >= 3)).float(),
+        "logprobs": -3 * torch.rand(6, 12, generator=generator),
+        "prox_logp": -3 * torch.rand(6, 12, generator=generator),
+        "rewards": torch.randn(6, generator=generator),
+        "versions": torch.zeros(6, 12, dtype=torch.int64),
+    }
+    theirs = updated(actor, data, **options)
+    integration.patch()
+    mine = updated(actor, data, **options)
+    assert mine[0] == pytest.approx(theirs[0], rel=1e-5, abs=2e-5) and len(mine[0]) == 2
+    torch.testing.assert_close(mine[1], theirs[1], rtol=1e-5, atol=2e-5)  # float32 sums of ratios up to e^3
