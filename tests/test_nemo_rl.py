@@ -207,7 +207,7 @@ def test_value_and_gradient(name: str, multiplier: float, generator: Generator) 
     )
     expected = expected_loss(logp, data, cfg, *COUNTS)
     assert_same(loss_and_gradient(loss, logp), loss_and_gradient(expected, logp))
-    assert metrics["loss"] == pytest.approx(float(expected), abs=1e-6)
+    assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-6)
     assert all(isinstance(value, float) for value in metrics.values())
 
 
@@ -399,6 +399,15 @@ def assert_same_metrics(mine: dict[str, float], theirs: dict[str, float], option
 
 def test_docstrings(trainer: Any) -> None:
     assert doctest.testmod(loss_function).failed == 0
+
+
+def test_a_later_versions_field_is_not_overlooked(trainer: Any) -> None:
+    class Later(trainer.ClippedPGLossConfig):
+        entropy_bonus: float = 0.0
+
+    assert PolicyLossFn(Later()).objective == rlkernels.GRPO()
+    with pytest.raises(ValueError, match=r"entropy_bonus: expected 0\.0, since this adapter does not know the field"):
+        PolicyLossFn(Later(entropy_bonus=0.1))
 
 
 def test_the_defaults_are_its_own(trainer: Any) -> None:

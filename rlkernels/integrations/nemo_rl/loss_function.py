@@ -17,6 +17,28 @@ from rlkernels.losses import logp_policy_loss
 from rlkernels.objectives import CISPO, GRPO, GSPO, Objective, Reinforce
 from rlkernels.weighted_objectives import VESPO
 
+_FIELDS = (
+    "disable_ppo_ratio",
+    "token_level_loss",
+    "sequence_level_importance_ratios",
+    "ratio_clip_min",
+    "ratio_clip_max",
+    "ratio_clip_c",
+    "reference_policy_kl_penalty",
+    "reference_policy_kl_type",
+    "kl_input_clamp_value",
+    "kl_output_clamp_value",
+    "use_kl_in_reward",
+    "use_importance_sampling_correction",
+    "truncated_importance_sampling_type",
+    "truncated_importance_sampling_ratio",
+    "truncated_importance_sampling_ratio_min",
+    "use_on_policy_kl_approximation",
+    "force_on_policy_ratio",
+    "use_cispo",
+    "positive_example_nll_weight",
+)
+
 
 class PolicyLossFn:
     """NeMo-RL's `ClippedPGLossFn` on `logp_policy_loss`, for its objectives and the others of this package.
@@ -37,7 +59,8 @@ class PolicyLossFn:
     and NeMo-RL's metrics, read by the host in one go.
 
     Raises:
-        TypeError, ValueError: what contradicts in `cfg`, or an objective that needs what NeMo-RL does not hand over.
+        TypeError, ValueError: what contradicts in `cfg`, a field of a later version that is not at its default, or an
+            objective that needs what NeMo-RL does not hand over.
 
     Source: NeMo-RL's `algorithms/loss/loss_functions.py`.
 
@@ -169,6 +192,10 @@ def _objective(cfg: Any) -> Objective:
 
 def _check(cfg: Any, given: str | Objective | None, objective: Objective) -> None:
     """NeMo-RL's own assertions, and what an objective of the caller's cannot be told."""
+    for name, field in getattr(type(cfg), "model_fields", {}).items():
+        if name not in _FIELDS and getattr(cfg, name) != field.default:
+            known = f"{field.default!r}, since this adapter does not know the field"
+            raise ValueError(f"{name}: expected {known}, got {getattr(cfg, name)!r}")
     kind = cfg.truncated_importance_sampling_type
     bounds = cfg.truncated_importance_sampling_ratio_min, cfg.truncated_importance_sampling_ratio
     if kind is not None or bounds[1] is not None:
