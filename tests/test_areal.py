@@ -197,7 +197,7 @@ def test_nan_under_the_mask_is_not_felt(level: str, generator: Generator) -> Non
     "options, message",
     [
         ({"importance_sampling_level": "word"}, "importance_sampling_level: expected one of 'token', 'sequence'"),
-        ({"c_clip": 0.9}, "dual_clip: expected a finite number > 1"),
+        ({"c_clip": 0.9}, "c_clip: expected a finite number > 1"),
         ({"objective": "gmpo", "c_clip": 3.0}, "c_clip: expected None with objective='gmpo', got 3.0"),
         ({"objective": "gmpo", "importance_sampling_level": "sequence"}, "importance_sampling_level: expected 'token'"),
         ({"objective": "vespo", "rejection_sampling": object()}, "rejection_sampling: expected None with VESPO"),

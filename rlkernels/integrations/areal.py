@@ -121,6 +121,8 @@ def ppo_actor_loss_fn(
         (-1.1, [False, True])
     """
     checks.require_choice("importance_sampling_level", importance_sampling_level, ("token", "sequence"))
+    if c_clip is not None:
+        checks.require_number("c_clip", c_clip, above=1.0)
     by_sequence = importance_sampling_level == "sequence"
     if objective is None:
         clip_high = eps_clip if eps_clip_higher is None else eps_clip_higher

@@ -74,8 +74,10 @@ class PolicyLossFn:
     def __init__(
         self, cfg: Any, use_fused_linear_logprobs: bool = False, objective: str | Objective | None = None
     ) -> None:
+        _check(cfg, objective)
         chosen = _objective(cfg) if objective is None else chosen_objective(objective, "NeMo-RL")
-        _check(cfg, objective, chosen)
+        if isinstance(chosen, VESPO) and cfg.use_importance_sampling_correction:  # which belongs into its ratio
+            raise ValueError("use_importance_sampling_correction: expected False with VESPO, got True")
         self.cfg = cfg
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self.objective = chosen
@@ -190,12 +192,15 @@ def _objective(cfg: Any) -> Objective:
     return (GSPO if by_sequence else GRPO)(clip_low=low, clip_high=high, dual_clip=cfg.ratio_clip_c)
 
 
-def _check(cfg: Any, given: str | Objective | None, objective: Objective) -> None:
+def _check(cfg: Any, given: str | Objective | None) -> None:
     """NeMo-RL's own assertions, and what an objective of the caller's cannot be told."""
     for name, field in getattr(type(cfg), "model_fields", {}).items():
         if name not in _FIELDS and getattr(cfg, name) != field.default:
             known = f"{field.default!r}, since this adapter does not know the field"
             raise ValueError(f"{name}: expected {known}, got {getattr(cfg, name)!r}")
+    checks.require_choice("reference_policy_kl_type", cfg.reference_policy_kl_type, ("k1", "k2", "k3"))
+    if cfg.ratio_clip_c is not None:
+        checks.require_number("ratio_clip_c", cfg.ratio_clip_c, above=1.0)
     kind = cfg.truncated_importance_sampling_type
     bounds = cfg.truncated_importance_sampling_ratio_min, cfg.truncated_importance_sampling_ratio
     if kind is not None or bounds[1] is not None:
@@ -210,8 +215,6 @@ def _check(cfg: Any, given: str | Objective | None, objective: Objective) -> Non
         (f"truncation {kind!r}", kind is not None, {"use_importance_sampling_correction": True}),
         (f"truncation {kind!r}", kind == "seq-mask-tis", {"sequence_level_importance_ratios": False}),
         (f"objective={given!r}", given is not None, no_ratio | {"use_cispo": False}),
-        # its correction belongs into the sequence's ratio
-        (f"objective={given!r}", isinstance(objective, VESPO), {"use_importance_sampling_correction": False}),
     )
     for reason, applies, expected in rules:
         for name, value in expected.items():
