@@ -14,7 +14,7 @@ from rlkernels.batch import PolicyBatch
 from rlkernels.integrations.chosen_objective import chosen_objective
 from rlkernels.integrations.nemo_rl.metrics import Mean, Tokens, interfaces, normalizers, ratios, rollout_errors
 from rlkernels.losses import logp_policy_loss
-from rlkernels.objectives import CISPO, GRPO, GSPO, Objective, Reinforce
+from rlkernels.objectives import CISPO, GRPO, GSPO, LUSPO, Objective, Reinforce
 from rlkernels.weighted_objectives import VESPO
 
 _FIELDS = (
@@ -51,7 +51,8 @@ class PolicyLossFn:
         cfg: NeMo-RL's `ClippedPGLossConfig`.
         use_fused_linear_logprobs: as NeMo-RL's own.
         objective: None for the one that `cfg` describes; else a recipe's name or an instance, in place of
-            `ratio_clip_min` and `ratio_clip_max`. Everything else in `cfg` keeps its meaning.
+            `ratio_clip_min` and `ratio_clip_max`. Everything else in `cfg` keeps its meaning; what is divided by, too,
+            whatever the recipe's reduction.
 
     `loss_type`, `input_type` and `metric_normalizations` are NeMo-RL's, which they import. A call takes
     `next_token_logprobs [B, S - 1]`, NeMo-RL's batch (`token_mask`, `sample_mask`, `advantages`, `prev_logprobs`,
@@ -78,6 +79,8 @@ class PolicyLossFn:
         chosen = _objective(cfg) if objective is None else chosen_objective(objective, "NeMo-RL")
         if isinstance(chosen, VESPO) and cfg.use_importance_sampling_correction:  # which belongs into its ratio
             raise ValueError("use_importance_sampling_correction: expected False with VESPO, got True")
+        if isinstance(chosen, LUSPO) and not cfg.token_level_loss:  # a mean over each sequence would make it GSPO
+            raise ValueError("token_level_loss: expected True with LUSPO, got False")
         self.cfg = cfg
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self.objective = chosen
