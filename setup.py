@@ -49,6 +49,7 @@ setup(
         "rlkernels.cli",
         "rlkernels.credit",
         "rlkernels.integrations",
+        "rlkernels.integrations.nemo_rl",
         "rlkernels.integrations.slime",
         "rlkernels.integrations.trl",
         "rlkernels.integrations.verl",

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlkernels import checks
 from rlkernels.batch import PolicyBatch
 from rlkernels.losses import logp_policy_loss
-from rlkernels.objectives import LUSPO, Objective
+from rlkernels.objectives import LUSPO, NFT, Objective
 from rlkernels.recipes import resolve
 from rlkernels.reductions import Normalizer
 from rlkernels.token_loss import PolicyLoss
@@ -20,26 +20,45 @@ from rlkernels.weighted_objectives import VESPO
 Choice = str | Objective
 
 
-def chosen_objective(choice: Choice) -> tuple[Objective, str | None]:
-    """An objective named by hand, and the reduction that it stands for; None where the trainer's may take its place.
+def chosen_objective(
+    objective: Choice, trainer: str, *, has_ref_logp: bool = False, has_whole_batch: bool = False
+) -> Objective:
+    """The objective itself: denominators and rollout weights are the trainer's.
 
-    A recipe's name stands for its reduction too, and so does LUSPO, which is GSPO but for it.
+    Args:
+        objective: a recipe's name, whose defaults it has then, or an instance.
+        trainer: what the errors call it.
+        has_ref_logp: whether its loss function is handed a reference model's log-probabilities.
+        has_whole_batch: whether it is handed more than one sequence, as Clip-Cov and KL-Cov are for.
 
     Raises:
-        ValueError: a KL term or an entropy bonus, or a recipe that needs more than a trainer hands over.
-        TypeError: neither a name nor an objective.
+        TypeError, ValueError: no such objective, or one that needs what the trainer does not hand over.
+
+    Example:
+        >>> from rlkernels.integrations.adapter import chosen_objective
+        >>> chosen_objective("gmpo", "NeMo-RL").log_clip_low
+        0.4
     """
-    recipe = resolve(choice, None)
-    objective = recipe.objective
-    if not isinstance(objective, Objective):
-        raise TypeError(f"objective: expected a recipe's name or an objective, got {checks.describe(choice)}")
-    if recipe.needs is not None or recipe.normalizer is not None:
-        raise ValueError(f"objective: expected one that needs no more than the trainer hands over, got {choice!r}")
-    for name in ("kl_coef", "entropy_coef"):
-        value = getattr(objective, name)
-        if value != 0:
-            raise ValueError(f"{name}: expected 0, since the trainer adds a term of its own, got {value}")
-    return objective, recipe.reduction if isinstance(choice, str | LUSPO) else None
+    recipe = resolve(objective, None)
+    chosen = recipe.objective
+    if not isinstance(chosen, Objective):
+        raise TypeError(f"objective: expected a recipe's name or an Objective, got {checks.describe(objective)}")
+    needs = {
+        f"a {recipe.needs} of each token": recipe.needs is not None,
+        "the whole batch": not chosen.by_sequence and not has_whole_batch,
+        "each prompt's success_rate": isinstance(chosen, NFT),
+        f"ref_logp with kl_coef={chosen.kl_coef}": chosen.kl_coef != 0 and not has_ref_logp,
+        f"entropies' gradient with entropy_coef={chosen.entropy_coef}": chosen.entropy_coef != 0,
+    }
+    for need, is_needed in needs.items():
+        if is_needed:
+            raise ValueError(f"objective: expected one that {trainer} can serve, got {objective!r}, which needs {need}")
+    return chosen
+
+
+def named_reduction(objective: Choice) -> str | None:
+    """The reduction that a recipe's name stands for, and LUSPO, which is GSPO but for it; None where any will do."""
+    return resolve(objective, None).reduction if isinstance(objective, str | LUSPO) else None
 
 
 def imported(module: str, install: str) -> Any:

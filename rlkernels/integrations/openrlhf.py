@@ -16,7 +16,13 @@ from torch import Tensor
 
 from rlkernels import checks
 from rlkernels.credit import rollout_weights
-from rlkernels.integrations.adapter import Choice, chosen_objective, corrected_loss, refuse_correction
+from rlkernels.integrations.adapter import (
+    Choice,
+    chosen_objective,
+    corrected_loss,
+    named_reduction,
+    refuse_correction,
+)
 from rlkernels.objectives import GRPO, GSPO, Objective
 from rlkernels.reductions import Normalizer
 
@@ -150,7 +156,7 @@ def _chosen(settings: Any, objective: Choice) -> tuple[Objective, str | None]:
         value = getattr(settings, name)
         if value != expected:
             raise ValueError(f"{name}: expected {expected!r} with an objective of one's own, got {value!r}")
-    return chosen_objective(objective)
+    return chosen_objective(objective, "OpenRLHF", has_whole_batch=True), named_reduction(objective)
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from rlkernels.covariance_objectives import ClipCov, KLCov
-from rlkernels.integrations.adapter import Choice, chosen_objective, corrected_loss, imported, refuse_correction
+from rlkernels.integrations.adapter import (
+    Choice,
+    chosen_objective,
+    corrected_loss,
+    imported,
+    named_reduction,
+    refuse_correction,
+)
 from rlkernels.objectives import CISPO, GMPO, GRPO, GSPO, SAPO, GSPOToken, Objective, Reinforce
 from rlkernels.weighted_objectives import DPPO, VESPO
 
@@ -144,7 +151,8 @@ class _PolicyLoss:
 
     def __post_init__(self) -> None:
         if self.choice is not None:
-            _, reduction = chosen_objective(self.choice)
+            chosen_objective(self.choice, "SkyRL", has_whole_batch=True)
+            reduction = named_reduction(self.choice)
             if reduction is not None and reduction not in _REDUCTIONS.values():
                 known = ", ".join(dict.fromkeys(_REDUCTIONS.values()))
                 raise ValueError(f"objectives: expected for {self.name} one reduced by {known}, got {self.choice!r}")
@@ -180,7 +188,8 @@ class _PolicyLoss:
     def _objective(self, config: Any) -> Objective:
         if self.choice is None:
             return POLICY_LOSSES[self.name](config)
-        objective, reduction = chosen_objective(self.choice)
+        objective = chosen_objective(self.choice, "SkyRL", has_whole_batch=True)
+        reduction = named_reduction(self.choice)
         if reduction is not None and _REDUCTIONS.get(config.loss_reduction) != reduction:
             expected = " or ".join(name for name, value in _REDUCTIONS.items() if value == reduction)
             raise ValueError(f"loss_reduction: expected {expected} for {self.choice!r}, got {config.loss_reduction!r}")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlkernels import checks
 from rlkernels.batch import PolicyBatch
-from rlkernels.integrations.adapter import Choice, chosen_objective, refuse_correction
+from rlkernels.integrations.adapter import Choice, chosen_objective, named_reduction, refuse_correction
 from rlkernels.integrations.slime.package import function_at, parallel_state, slimes
 from rlkernels.integrations.slime.tokens import ResponseTokens, log_probs_and_entropy, response_tokens
 from rlkernels.losses import logp_policy_loss, logp_policy_terms
@@ -66,7 +66,7 @@ def policy_loss_of(objective: Choice) -> Loss:
         >>> from rlkernels.integrations import slime
         >>> loss = slime.policy_loss_of("gmpo")
     """
-    chosen, reduction = chosen_objective(objective)
+    chosen, reduction = chosen_objective(objective, "slime", has_whole_batch=True), named_reduction(objective)
     if reduction not in (None, "token_mean", "seq_mean_token_mean"):
         raise ValueError(f"objective: expected one reduced by token_mean or seq_mean_token_mean, got {objective!r}")
 
