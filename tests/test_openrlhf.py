@@ -278,7 +278,7 @@ def test_what_cannot_be_computed_is_refused(generator: Generator) -> None:
         integration.policy_loss(settings_of(), reduction="none")
     with pytest.raises(ValueError, match=r"needs ref_logp with kl_coef=0\.1"):
         integration.policy_loss(settings_of(), rlkernels.GRPO(kl_coef=0.1))
-    with pytest.raises(ValueError, match="needs entropies. gradient with entropy_coef"):
+    with pytest.raises(ValueError, match=r"needs entropies. gradient with entropy_coef"):
         integration.policy_loss(settings_of(), rlkernels.GRPO(entropy_coef=0.1))
     with pytest.raises(ValueError, match="expected one that OpenRLHF can serve, got 'lambda_grpo'"):
         integration.policy_loss(settings_of(), "lambda_grpo")
