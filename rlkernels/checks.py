@@ -50,10 +50,16 @@ def describe(value: Any) -> str:
 def require_tensor(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {describe(value)}")
-    if type(value).__name__ == "DTensor":
-        raise ValueError(f"{name}: expected a whole tensor, got a DTensor; pass its full_tensor()")
+    if is_dtensor(value):
+        raise ValueError(
+            f"{name}: expected a whole tensor, got a DTensor; rlkernels.distributed.full_weight gathers it"
+        )
     if value.is_nested:
         raise TypeError(f"{name}: expected a dense tensor, got a nested one")
+
+
+def is_dtensor(value: Any) -> bool:
+    return type(value).__name__ == "DTensor"  # torch.distributed may not be built in
 
 
 def refuse_transforms(function: str, *tensors: Tensor | None) -> None:

@@ -28,6 +28,7 @@ Normalizer = float | Tensor
 def check_reduction(reduction: str, normalizer: Normalizer | None, name: str = "reduction") -> None:
     checks.require_choice(name, reduction, REDUCTIONS)
     if isinstance(normalizer, Tensor):
+        checks.require_tensor("normalizer", normalizer)
         checks.require_shape("normalizer", normalizer, ())
         checks.require_dtype("normalizer", normalizer, (*checks.FLOAT_DTYPES, *checks.INTEGER_DTYPES))
         if checks.values_are_checked(normalizer.device) and not (normalizer >= 0 and normalizer.isfinite()):
