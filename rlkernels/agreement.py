@@ -82,8 +82,7 @@ def _agree(
     vocab_start: int | None,
 ) -> tuple[Arguments, VocabShard | None]:
     for name, group in groups.items():
-        if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-            raise TypeError(f"{name}: expected a process group that this rank is in, got {checks.describe(group)}")
+        check_group(name, group)
     failure: Exception | None = None
     shard = rows = None
     reports = {}
@@ -116,6 +115,11 @@ def _agree(
     if failure is not None:
         raise failure
     return arguments, shard
+
+
+def check_group(name: str, group: Any) -> None:
+    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(f"{name}: expected a process group that this rank is in, got {checks.describe(group)}")
 
 
 def _check_vocab_start(vocab_start: int | None, groups: dict[str, dist.ProcessGroup]) -> None:

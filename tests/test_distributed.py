@@ -43,11 +43,18 @@ from rlkernels import PolicyBatch, checks
 from rlkernels.ops.linear_rows import LinearRows
 from rlkernels.stats import OUTPUTS, linear_token_stats, token_stats
 
+Variants = list[tuple[tuple[int, ...], torch.dtype]]
 
-def in_both_dtypes(variants: list[tuple[int, ...]], backend: str = "cpu") -> list[tuple[tuple[int, ...], torch.dtype]]:
+
+def in_both_dtypes(variants: list[tuple[int, ...]], backend: str = "cpu") -> Variants:
     """Every variant in float64, the last one in float32 too; that alone in Triton, whose interpreter is slow."""
     last = (variants[-1], torch.float32)
     return [last] if backend == "triton" else [*((variant, torch.float64) for variant in variants), last]
+
+
+def in_dtypes(variants: list[tuple[int, ...]], backend: str = "cpu") -> Variants:
+    """In bfloat16 too."""
+    return [*in_both_dtypes(variants, backend), (variants[0], torch.bfloat16)]
 
 
 def few_if_slow(backend: str, *cases: Any) -> tuple[Any, ...]:
@@ -279,16 +286,25 @@ def a_batch(dtype: torch.dtype) -> PolicyBatch:
 
 POLICIES = (
     ("dapo", {}),
-    (rlkernels.GSPO(clip_low=2.0, clip_high=2.0, kl_coef=0.1), {"reduction": "seq_mean_token_mean"}),
-    (rlkernels.GMPO(entropy_coef=0.01), {"reduction": "token_sum"}),
     ("grpo", {"reduction": "none"}),
+    (rlkernels.GSPO(clip_low=2.0, clip_high=2.0, kl_coef=0.1), {"reduction": "seq_mean_token_mean"}),
+    (rlkernels.GSPO(level="sequence_product", clip_low=2.0, clip_high=2.0), {}),
+    (rlkernels.GMPO(entropy_coef=0.01, kl_coef=0.1), {"reduction": "token_sum"}),
 )
+# of what GEMMs of other shapes may add up otherwise
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2}
+
+
+def compare_gradients(actual: Tensor, expected: Tensor, scale: float, whole: Tensor | None = None) -> None:
+    """Of another tensor's part, relative to the whole one's largest entry: an entry is a sum that may cancel."""
+    largest = float((expected if whole is None else whole).abs().max()) if expected.numel() else 0.0
+    assert_close(actual, expected, atol=scale * max(1.0, largest), rtol=5 * scale)
 
 
 @on_each_backend
 def policy_losses(rank: int, world: int, backend: str) -> None:
     columns = columns_of(rank, WIDTHS[world][0])
-    for dtype in few_if_slow(backend, torch.float64, torch.float32):
+    for dtype in few_if_slow(backend, torch.float64, torch.bfloat16, torch.float32):
         batch = a_batch(dtype)
         logits = drawn(3, 4, VOCAB, dtype=dtype)
         hidden, weight = 0.1 * drawn(3, 4, 5, dtype=dtype), drawn(VOCAB, 5, dtype=dtype, seed=1)
@@ -313,13 +329,13 @@ def policy_losses(rank: int, world: int, backend: str) -> None:
                     whole_head.requires_grad_(), head.requires_grad_()
                 expected = rlkernels.linear_policy_loss(whole, whole_head, batch, objective, **options)
                 actual = rlkernels.linear_policy_loss(part, head, batch, objective, tp_group=group(), **options)
-                scale = 1e-12 if dtype == torch.float64 else 3e-6
+                scale = TOLERANCE[dtype]
                 assert_close(actual.loss, expected.loss, atol=scale, rtol=scale)
                 expected.loss.sum().backward()
                 actual.loss.sum().backward()
-                assert_close(part.grad, whole.grad, atol=20 * scale, rtol=scale)
+                compare_gradients(part.grad, whole.grad, scale)
                 if not frozen:
-                    assert_close(head.grad, whole_head.grad[columns], atol=20 * scale, rtol=scale)
+                    compare_gradients(head.grad, whole_head.grad[columns], scale, whole_head.grad)
 
 
 LONGEST = 9
@@ -332,36 +348,49 @@ DATA_PARALLEL = (
 )
 
 
-def compare_metrics(actual: rlkernels.Metrics, expected: rlkernels.Metrics) -> None:
+def compare_metrics(actual: rlkernels.Metrics, expected: rlkernels.Metrics, scale: float = 1e-6) -> None:
     assert list(actual) == list(expected)
+    scale = max(scale, 1e-6)
     for name, value in expected.items():
         assert_close(
-            actual[name], value, atol=1e-6, rtol=1e-6, check_dtype=False, msg=lambda t, name=name: f"{name}: {t}"
+            actual[name], value, atol=scale, rtol=scale, check_dtype=False, msg=lambda t, name=name: f"{name}: {t}"
         )
+
+
+def from_logits(hidden: Tensor, weight: Tensor, batch: PolicyBatch, **options: Any) -> rlkernels.PolicyLoss:
+    return rlkernels.policy_loss(hidden @ weight.T, batch, **options)
+
+
+PATHS = (rlkernels.linear_policy_loss, from_logits)
+
+
+def part_of(batch: dict[str, Tensor], sequences: slice, tokens: slice = slice(None)) -> PolicyBatch:
+    own = {name: value[sequences] for name, value in batch.items()}
+    return PolicyBatch(**{name: value if value.ndim == 1 else value[:, tokens] for name, value in own.items()})
 
 
 @case
 def data_parallel(rank: int, world: int) -> None:
     """Whole sequences spread unevenly, ranks without any included, in micro-batches."""
-    for counts, dtype in in_both_dtypes(SEQUENCES[world]):
+    for counts, dtype in in_dtypes(SEQUENCES[world]):
         batch, hidden, weight = whole_batch(dtype)
         start = sum(counts[:rank])
         own = slice(start, start + counts[rank])
         micro = [slice(start, min(start + 1, own.stop)), slice(min(start + 1, own.stop), own.stop)]
-        for (reduction, objective), gradients in itertools.product(DATA_PARALLEL, ("mean", "sum")):
+        for (reduction, objective), gradients, path in itertools.product(DATA_PARALLEL, ("mean", "sum"), PATHS):
             max_length = LONGEST if reduction == "seq_mean_token_sum_norm" else None
             norm = None if max_length is None else 7.0 * LONGEST
             head = leaf(weight)
             options: dict[str, Any] = {"objective": objective, "reduction": reduction}
-            expected = rlkernels.linear_policy_loss(hidden, head, PolicyBatch(**batch), normalizer=norm, **options)
+            expected = path(hidden, head, PolicyBatch(**batch), normalizer=norm, **options)
             expected.loss.backward()
 
-            parts = [PolicyBatch(**{name: value[span] for name, value in batch.items()}) for span in micro]
+            parts = [part_of(batch, span) for span in micro]
             normalizer = rlkernels.global_normalizer(parts, reduction, gradients=gradients, max_length=max_length)
             own_head = leaf(weight)
-            loss, metrics = torch.zeros((), dtype=dtype), []
+            loss, metrics = torch.zeros((), dtype=expected.loss.dtype), []
             for part, span in zip(parts, micro, strict=True):
-                out = rlkernels.linear_policy_loss(hidden[span], own_head, part, normalizer=normalizer, **options)
+                out = path(hidden[span], own_head, part, normalizer=normalizer, **options)
                 out.loss.backward()
                 loss += out.loss.detach()
                 metrics.append(out.metrics)
@@ -369,10 +398,16 @@ def data_parallel(rank: int, world: int) -> None:
             for total in (loss, own_head.grad):
                 dist.all_reduce(total)
                 total /= ranks  # as DDP does
-            scale = 1e-12 if dtype == torch.float64 else 1e-6
+            scale = TOLERANCE[dtype]
             assert_close(loss, expected.loss, atol=scale, rtol=scale)
-            assert_close(own_head.grad, head.grad, atol=scale, rtol=5 * scale)
-            compare_metrics(rlkernels.Metrics.merge(metrics).all_reduce(), expected.metrics)
+            compare_gradients(own_head.grad, head.grad, scale)
+            compare_metrics(rlkernels.Metrics.merge(metrics).all_reduce(), expected.metrics, scale)
+
+
+def grid(rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Two by two: this rank's row and column."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    return pairs[rank // 2], pairs[2 + rank % 2]
 
 
 @case
@@ -380,13 +415,12 @@ def data_parallel_times_shards(rank: int, world: int) -> None:
     """Two by two: the head in two shards, the sequences in two parts."""
     if world != 4:
         return
-    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    tp_group, dp_group = pairs[rank // 2], pairs[2 + rank % 2]
+    tp_group, dp_group = grid(rank)
     batch, hidden, weight = whole_batch(torch.float64)
     head, columns = leaf(weight), columns_of(rank % 2, (40, 21))
     rlkernels.linear_policy_loss(hidden, head, PolicyBatch(**batch), "dapo").loss.backward()
     own = (slice(0, 5), slice(5, 7))[rank // 2]
-    part = PolicyBatch(**{name: value[own] for name, value in batch.items()})
+    part = part_of(batch, own)
     shard = leaf(weight[columns])
     normalizer = rlkernels.global_normalizer(part, "token_mean", group=dp_group, gradients="sum")
     loss = rlkernels.linear_policy_loss(hidden[own], shard, part, "dapo", normalizer=normalizer, tp_group=tp_group).loss
@@ -399,41 +433,91 @@ TOKENS = {2: [(3, 2), (0, 5)], 4: [(1, 0, 3, 1), (0, 5, 0, 0)]}
 SPREAD = (
     *DATA_PARALLEL,
     ("seq_mean_token_mean", rlkernels.GSPOToken(clip_low=0.01, clip_high=0.01)),
-    ("token_mean", rlkernels.GSPO(level="sequence_product", clip_low=2.0, clip_high=2.0, entropy_coef=0.01)),
     ("seq_mean_token_mean", rlkernels.GMPO(clip_level="sequence", log_clip_low=0.02, log_clip_high=0.02)),
     ("none", rlkernels.GSPO(clip_low=2.0, clip_high=2.0)),
+    ("token_mean", rlkernels.GSPO(level="sequence_product", clip_low=2.0, clip_high=2.0, entropy_coef=0.01)),
 )
 
 
-@case
-def sequences_across_ranks(rank: int, world: int) -> None:
+@on_each_backend
+def sequences_across_ranks(rank: int, world: int, backend: str) -> None:
     """Every rank has some tokens of every sequence: unevenly, or none at all."""
-    for counts, dtype in in_both_dtypes(TOKENS[world]):
+    for counts, dtype in in_dtypes(TOKENS[world], backend):
         batch, hidden, weight = whole_batch(dtype)
         own = columns_of(rank, counts)
-        part = PolicyBatch(**{name: v if v.ndim == 1 else v[:, own] for name, v in batch.items()})
-        scale = 1e-12 if dtype == torch.float64 else 1e-6
-        for reduction, objective in SPREAD:
+        part = part_of(batch, slice(None), own)
+        scale = TOLERANCE[dtype]
+        for (reduction, objective), path in itertools.product(few_if_slow(backend, *SPREAD), PATHS):
             options = {"objective": objective, "reduction": reduction}
             options["normalizer"] = 7.0 * LONGEST if reduction == "seq_mean_token_sum_norm" else None
             whole, own_hidden, head, own_head = leaf(hidden), leaf(hidden[:, own]), leaf(weight), leaf(weight)
-            expected = rlkernels.linear_policy_loss(whole, head, PolicyBatch(**batch), **options)
-            actual = rlkernels.linear_policy_loss(own_hidden, own_head, part, cp_group=group(), **options)
+            expected = path(whole, head, PolicyBatch(**batch), **options)
+            actual = path(own_hidden, own_head, part, cp_group=group(), **options)
             loss = expected.loss[:, own] if reduction == "none" else expected.loss
             assert_close(actual.loss, loss, atol=scale, rtol=scale)
             expected.loss.sum().backward()
             actual.loss.sum().backward()
-            assert_close(own_hidden.grad, whole.grad[:, own], atol=scale, rtol=5 * scale)
+            compare_gradients(own_hidden.grad, whole.grad[:, own], scale, whole.grad)
             dist.all_reduce(own_head.grad)
-            assert_close(own_head.grad, head.grad, atol=scale, rtol=5 * scale)
-            compare_metrics(actual.metrics.all_reduce(), expected.metrics)
+            compare_gradients(own_head.grad, head.grad, scale)
+            compare_metrics(actual.metrics.all_reduce(), expected.metrics, scale)
 
-            logits, own_logits = leaf(hidden @ weight.T), leaf(hidden[:, own] @ weight.T)
-            expected = rlkernels.policy_loss(logits, PolicyBatch(**batch), **options)
-            actual = rlkernels.policy_loss(own_logits, part, cp_group=group(), **options)
-            expected.loss.sum().backward()
-            actual.loss.sum().backward()
-            assert_close(own_logits.grad, logits.grad[:, own], atol=scale, rtol=5 * scale)
+
+@case
+def sequences_across_ranks_times_data_parallel(rank: int, world: int) -> None:
+    """Two pairs of ranks, each with sequences of its own, whose tokens are spread over the pair."""
+    if world != 4:
+        return
+    cp_group, _ = grid(rank)
+    sequences, tokens = (slice(0, 5), slice(5, 7))[rank // 2], (slice(0, 3), slice(3, 5))[rank % 2]
+    batch, hidden, weight = whole_batch(torch.float64)
+    part = part_of(batch, sequences, tokens)
+    trained = PolicyBatch(**batch).mask
+    for (reduction, objective), path, gradients, count_empty in itertools.product(
+        DATA_PARALLEL, PATHS, ("mean", "sum"), (True, False)
+    ):
+        max_length = LONGEST if reduction == "seq_mean_token_sum_norm" else None
+        count = {"token_mean": trained.sum(), "token_sum": 1}.get(reduction, 7 if count_empty else 6)
+        head, own_head = leaf(weight), leaf(weight)
+        options: dict[str, Any] = {"objective": objective, "reduction": reduction}
+        expected = path(hidden, head, PolicyBatch(**batch), normalizer=count * (max_length or 1), **options)
+        expected.loss.backward()
+        counted = {"cp_group": cp_group, "gradients": gradients, "count_empty": count_empty, "max_length": max_length}
+        normalizer = rlkernels.global_normalizer(part, reduction, **counted)
+        actual = path(hidden[sequences, tokens], own_head, part, normalizer=normalizer, cp_group=cp_group, **options)
+        actual.loss.backward()
+        loss = actual.loss.detach()
+        for total in (loss, own_head.grad):
+            dist.all_reduce(total)
+            total /= world if gradients == "mean" else 1
+        close(loss / 2, expected.loss)
+        compare_gradients(own_head.grad, head.grad, 1e-12)
+        compare_metrics(actual.metrics.all_reduce(), expected.metrics)
+
+
+@case
+def sequences_across_ranks_times_shards(rank: int, world: int) -> None:
+    """Two by two: the head in two shards, the tokens of every sequence in two parts."""
+    if world != 4:
+        return
+    tp_group, cp_group = grid(rank)
+    columns, tokens = columns_of(rank % 2, (40, 21)), (slice(0, 3), slice(3, 5))[rank // 2]
+    batch, hidden, weight = whole_batch(torch.float64)
+    part = part_of(batch, slice(None), tokens)
+    for (reduction, objective), path in itertools.product(SPREAD, PATHS):
+        options = {"objective": objective, "reduction": reduction}
+        options["normalizer"] = 7.0 * LONGEST if reduction == "seq_mean_token_sum_norm" else None
+        whole, head, own_hidden, shard = leaf(hidden), leaf(weight), leaf(hidden[:, tokens]), leaf(weight[columns])
+        expected = path(whole, head, PolicyBatch(**batch), **options)
+        actual = path(own_hidden, shard, part, tp_group=tp_group, cp_group=cp_group, **options)
+        close(actual.loss, expected.loss[:, tokens] if reduction == "none" else expected.loss)
+        expected.loss.sum().backward()
+        actual.loss.sum().backward()
+        dist.all_reduce(shard.grad, group=cp_group)
+        if path is from_logits:
+            dist.all_reduce(own_hidden.grad, group=tp_group)  # the product's gradient, not this package's
+        compare_gradients(own_hidden.grad, whole.grad[:, tokens], 1e-12)
+        compare_gradients(shard.grad, head.grad[columns], 1e-12)
 
 
 @case
