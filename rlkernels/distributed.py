@@ -13,23 +13,28 @@ from rlkernels.ops.vocab_shards import VocabShard
 
 
 def full_weight(weight: Tensor, *, gradients: str = "mean") -> Tensor:
-    """A head's whole weight or bias from the shards that FSDP2 leaves on the ranks; its gradient goes back to shards.
+    """A head's whole weight or bias, of the shards that the ranks have; its gradient goes back to the shards.
 
-        forward: one all-gather for each sharded dimension of the mesh;   backward: a reduce-scatter for each
+        forward:  one all-gather for each sharded dimension of the mesh
+        backward: one reduce-scatter for each, an all-reduce for each replicated one
 
-    For a loss outside of the forward in which FSDP2 gathers the weight itself. The whole weight lives until backward.
-    Every rank of the mesh calls it, once for a loss: another call gathers again. FSDP2's mixed precision is in its
-    hooks: `full_weight(weight.to(torch.bfloat16))` gathers half of the bytes.
+    For a weight that is read where nothing has gathered it: FSDP2 gathers a module's own parameters, and those of
+    modules inside it that are not sharded apart, for its `forward`; a loss made there needs nothing else. Call it once
+    for a loss, on every rank of the mesh; the whole weight lives until backward. `full_weight(weight.bfloat16())`
+    gathers and reduces in bfloat16, which FSDP2's mixed precision does in hooks that are passed by here.
+
+    ZeRO-3 keeps its shards to itself and is refused; it gathers a head for the forward of the module that makes the
+    loss, and for its backward, after `deepspeed.zero.register_external_parameter(module, head.weight)`.
 
     Args:
         weight: a `DTensor`, of any placements; any other tensor is returned as it is.
-        gradients: `"mean"` averages the ranks' gradients, as FSDP2 does, `"sum"` adds them.
+        gradients: `"mean"` averages the gradients of the mesh's ranks, as FSDP2 does, `"sum"` adds them.
 
     Returns:
-        `weight`'s global shape and dtype, a plain tensor.
+        A plain tensor of `weight`'s whole shape, in its dtype.
 
     Raises:
-        ValueError: unknown `gradients`, or a parameter of which ZeRO-3 has left nothing on this rank.
+        TypeError, ValueError: no tensor, an unknown `gradients`, a parameter that ZeRO-3 has partitioned.
 
     Example:
         >>> import torch

@@ -615,7 +615,7 @@ def outcomes(folder: str) -> dict[Any, str | None]:
         try:
             while not processes.join():
                 pass
-        except mp.ProcessRaisedException:
+        except (mp.ProcessRaisedException, mp.ProcessExitedException):
             if all(failure is None for failure in results.values()):
                 raise  # not a case's failure
         return dict(results)
