@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from documents import run_code_blocks
 from ranks import SEQUENCES, VOCAB, WIDTHS, case, close, columns_of, drawn, group, leaf, raised, whole_batch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -167,6 +171,22 @@ def fsdp2_in_bfloat16(rank: int, world: int) -> None:
 
 
 @case
+def a_head_that_tensor_parallel_has_sharded(rank: int, world: int) -> None:
+    batch, hidden, _ = whole_batch(torch.float64)
+    alone, model, mesh = TinyPolicy(), TinyPolicy(), init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    parallelize_module(model.head, mesh, ColwiseParallel())
+
+    def loss(weight: Tensor, bias: Tensor, **options: Any) -> Tensor:
+        return rlkernels.linear_policy_loss(hidden, weight, PolicyBatch(**batch), "gspo", bias=bias, **options).loss
+
+    loss(alone.head.weight, alone.head.bias).backward()
+    shards = [parameter.to_local() for parameter in (model.head.weight, model.head.bias)]
+    loss(*shards, tp_group=mesh.get_group("tp")).backward()
+    for actual, expected in zip(model.head.parameters(), alone.head.parameters(), strict=True):
+        close(actual.grad.full_tensor(), expected.grad)
+
+
+@case
 def checkpointed_shards(rank: int, world: int) -> None:
     """Backward runs forward's collectives again, on all ranks in the same order."""
     batch, hidden, weight = whole_batch(torch.float64)
@@ -216,3 +236,10 @@ def dtensors_are_refused(rank: int, world: int) -> None:
         tensors = {"targets": targets, "advantages": torch.ones(2), "old_logp": torch.zeros(2, 3)}
         tensors[name] = distribute_tensor(tensors[name], mesh, [Replicate()])
         assert raised(lambda tensors=tensors: PolicyBatch(**tensors)).startswith(f"{name}: expected a whole tensor")
+
+
+@case
+def the_documents_code(rank: int, world: int) -> None:
+    """In the processes' group that there is."""
+    with mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT):
+        run_code_blocks("docs/distributed.md")
