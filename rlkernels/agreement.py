@@ -38,7 +38,7 @@ class Facts(NamedTuple):
         """Of selected ones without their hidden states."""
         if self.selected is None or not isinstance(self.rows, LinearRows):
             return self.rows
-        return self.rows._replace(hidden=self.rows.hidden[:, :0]).take(self.selected)
+        return self.rows._replace(hidden=self.rows.hidden[:, :0]).take(self.selected.to(torch.int64))
 
 
 class _Report(NamedTuple):

@@ -71,13 +71,15 @@ def policy_loss(
             its own tokens (as many as it has; none is fine too), and what is given by sequence is the same on every
             rank (packed as `[B, 1]`: a rank may have B tokens). The loss is the whole batch's, the gradient that of a
             rank's own tokens, so parameters' gradients are to be added over the group; metrics are those of the rank's
-            tokens (`Metrics.all_reduce(cp_group)`). An objective that is a callable sees the rank's tokens alone.
+            tokens (`Metrics.all_reduce(cp_group)`). An objective that is a callable sees the rank's tokens alone; those
+            that need the whole batch (`clip_cov`, `kl_cov`) are refused.
 
     Returns:
         `PolicyLoss(loss, metrics, logp, entropy)`.
 
     Raises:
-        TypeError, ValueError: a wrong type, dtype, shape, device or value, naming the argument.
+        TypeError, ValueError: a wrong type, dtype, shape, device or value, naming the argument; with a group on all of
+            its ranks, whichever has it.
 
     Example:
         >>> import torch, rlkernels

@@ -124,7 +124,9 @@ class Objective:
         """What of the fields decides which sums are formed: names, switches, and which of the numbers are 0."""
 
         def shown(value: Any) -> Any:
-            return value if value is None or isinstance(value, bool | str) or value == 0 else ...
+            if value is None or isinstance(value, bool | str):
+                return value
+            return 0 if value == 0 else ...
 
         values = ", ".join(f"{field.name}={shown(getattr(self, field.name))!r}" for field in fields(self))
         return f"{type(self).__name__}({values})".replace("Ellipsis", "...")

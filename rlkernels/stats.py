@@ -79,7 +79,7 @@ def token_stats(
     Raises:
         TypeError, ValueError: a wrong type, dtype, shape, device or value, naming the argument. Labels and
             temperatures on a GPU are checked only under `set_checks(True)`; unchecked, a bad one gives NaN in
-            its row.
+            its row. With `tp_group` on all of its ranks, whichever has it.
 
     Example:
         >>> import torch, rlkernels
