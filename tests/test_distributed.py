@@ -361,6 +361,11 @@ def from_logits(hidden: Tensor, weight: Tensor, batch: PolicyBatch, **options: A
     return rlkernels.policy_loss(hidden @ weight.T, batch, **options)
 
 
+def from_logp(hidden: Tensor, weight: Tensor, batch: PolicyBatch, **options: Any) -> rlkernels.PolicyLoss:
+    stats = linear_token_stats(hidden, weight, batch.targets)
+    return rlkernels.logp_policy_loss(stats.logp, batch, entropy=stats.entropy, **options)
+
+
 PATHS = (rlkernels.linear_policy_loss, from_logits)
 
 
@@ -370,14 +375,15 @@ def part_of(batch: dict[str, Tensor], sequences: slice, tokens: slice = slice(No
 
 
 @case
-def data_parallel(rank: int, world: int) -> None:
+def case_B56_B57_data_parallel(rank: int, world: int) -> None:
     """Whole sequences spread unevenly, ranks without any included, in micro-batches."""
     for counts, dtype in in_dtypes(SEQUENCES[world]):
         batch, hidden, weight = whole_batch(dtype)
         start = sum(counts[:rank])
         own = slice(start, start + counts[rank])
         micro = [slice(start, min(start + 1, own.stop)), slice(min(start + 1, own.stop), own.stop)]
-        for (reduction, objective), gradients, path in itertools.product(DATA_PARALLEL, ("mean", "sum"), PATHS):
+        every = itertools.product(DATA_PARALLEL, ("mean", "sum"), (*PATHS, from_logp))
+        for (reduction, objective), gradients, path in every:
             max_length = LONGEST if reduction == "seq_mean_token_sum_norm" else None
             norm = None if max_length is None else 7.0 * LONGEST
             head = leaf(weight)
@@ -474,7 +480,7 @@ def sequences_across_ranks_times_data_parallel(rank: int, world: int) -> None:
     part = part_of(batch, sequences, tokens)
     trained = PolicyBatch(**batch).mask
     for (reduction, objective), path, gradients, count_empty in itertools.product(
-        DATA_PARALLEL, PATHS, ("mean", "sum"), (True, False)
+        DATA_PARALLEL, (*PATHS, from_logp), ("mean", "sum"), (True, False)
     ):
         max_length = LONGEST if reduction == "seq_mean_token_sum_norm" else None
         count = {"token_mean": trained.sum(), "token_sum": 1}.get(reduction, 7 if count_empty else 6)
@@ -553,6 +559,12 @@ def sizes_are_exchanged_once_where_values_are_not_checked(rank: int, world: int)
             actual = token_stats(logits[:rows, own], targets[:rows], tp_group=group())
             close(actual.logp, token_stats(logits[:rows], targets[:rows]).logp)
         assert exchange.call_count == 2
+
+
+@case
+def metrics_that_are_means_alone(rank: int, world: int) -> None:
+    mean = rlkernels.Metrics({"x": (torch.tensor(float(rank)), torch.ones(()))}).all_reduce()
+    assert mean["x"] == (world - 1) / 2
 
 
 @case
