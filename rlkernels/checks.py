@@ -50,11 +50,11 @@ def describe(value: Any) -> str:
 def require_tensor(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {describe(value)}")
+    if value.is_nested:
+        raise TypeError(f"{name}: expected a dense tensor, got a nested one")
     what = shard(value)
     if what is not None:
         raise ValueError(f"{name}: expected a whole tensor, got {what}; see rlkernels.distributed.full_weight")
-    if value.is_nested:
-        raise TypeError(f"{name}: expected a dense tensor, got a nested one")
 
 
 def is_dtensor(value: Any) -> bool:

@@ -295,7 +295,7 @@ def _checked_recipe(
     objective: str | Objective | ObjectiveFunction,
     reduction: str | None,
     normalizer: Normalizer | None,
-    cp_group: dist.ProcessGroup | None,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> Recipe:
     """The recipe with the caller's reduction and normalizer, checked before anything is computed."""
     if not isinstance(batch, PolicyBatch):
