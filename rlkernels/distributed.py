@@ -54,9 +54,9 @@ def full_weight(weight: Tensor, *, gradients: str = "mean") -> Tensor:
         return weight
     from torch.distributed.tensor import Partial  # torch.distributed may not be built in
 
-    whole: Tensor = weight.full_tensor(  # type: ignore[attr-defined]
-        grad_placements=[Partial("avg" if gradients == "mean" else "sum")] * weight.device_mesh.ndim  # type: ignore[attr-defined]
-    )
+    sharded: Any = weight
+    placement = Partial("avg" if gradients == "mean" else "sum")
+    whole: Tensor = sharded.full_tensor(grad_placements=[placement] * sharded.device_mesh.ndim)
     return whole
 
 
