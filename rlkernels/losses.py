@@ -307,7 +307,7 @@ def _checked_recipe(
     if recipe.needs is not None and getattr(batch, recipe.needs) is None:
         raise ValueError(f"{recipe.needs}: expected in the batch for objective {objective!r}, got None")
     if isinstance(recipe.objective, Objective):
-        if cp_group is not None and not recipe.objective.by_sequence:
+        if cp_group is not None and cp_group.size() > 1 and not recipe.objective.by_sequence:
             name = type(recipe.objective).__name__
             raise ValueError(f"cp_group: expected None with {name}, which needs the whole batch, got a group")
         recipe.objective.check_batch(batch)
