@@ -50,10 +50,25 @@ def describe(value: Any) -> str:
 def require_tensor(name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {describe(value)}")
-    if type(value).__name__ == "DTensor":
-        raise ValueError(f"{name}: expected a whole tensor, got a DTensor; pass its full_tensor()")
     if value.is_nested:
         raise TypeError(f"{name}: expected a dense tensor, got a nested one")
+    what = shard(value)
+    if what is not None:
+        raise ValueError(f"{name}: expected a whole tensor, got {what}; see rlkernels.distributed.full_weight")
+
+
+def is_dtensor(value: Any) -> bool:
+    return type(value).__name__ == "DTensor"  # torch.distributed may not be built in
+
+
+def shard(value: Tensor) -> str | None:
+    """What a tensor is that holds but a part of another, or nothing of it."""
+    if is_dtensor(value):
+        return "a DTensor"
+    # DeepSpeed's attribute of a parameter: its shape while it is gathered
+    if value.shape != getattr(value, "ds_shape", value.shape):
+        return "a parameter that ZeRO-3 has partitioned"
+    return None
 
 
 def refuse_transforms(function: str, *tensors: Tensor | None) -> None:

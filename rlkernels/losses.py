@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlkernels import backends, checks, schedules
+from rlkernels.agreement import Facts, agree
 from rlkernels.batch import IGNORE_INDEX, PolicyBatch
-from rlkernels.distributed import with_shard
 from rlkernels.metrics import Metrics
 from rlkernels.objectives import Objective, PolicyTerms
 from rlkernels.ops.gradient_in_forward import GradientInForward, Parts
 from rlkernels.ops.linear_rows import LinearRows
 from rlkernels.ops.objective_options import ObjectiveOptions
 from rlkernels.ops.policy_sweep import PolicySweep
-from rlkernels.ops.rows import Rows, compute_dtype
+from rlkernels.ops.rows import Rows, Wanted, compute_dtype
 from rlkernels.recipes import ObjectiveFunction, Recipe, resolve
 from rlkernels.reductions import Normalizer, check_reduction, denominator
 from rlkernels.segments import Segments
@@ -32,6 +32,8 @@ from rlkernels.token_loss import (
     token_terms,
     with_entropy_normalizer,
 )
+
+_ENTROPY = Wanted(*(name == "entropy" for name in Wanted._fields))
 
 
 def policy_loss(
@@ -70,13 +72,15 @@ def policy_loss(
             its own tokens (as many as it has; none is fine too), and what is given by sequence is the same on every
             rank (packed as `[B, 1]`: a rank may have B tokens). The loss is the whole batch's, the gradient that of a
             rank's own tokens, so parameters' gradients are to be added over the group; metrics are those of the rank's
-            tokens (`Metrics.all_reduce(cp_group)`). An objective that is a callable sees the rank's tokens alone.
+            tokens (`Metrics.all_reduce(cp_group)`). An objective that is a callable sees the rank's tokens alone; those
+            that need the whole batch (`clip_cov`, `kl_cov`) are refused.
 
     Returns:
         `PolicyLoss(loss, metrics, logp, entropy)`.
 
     Raises:
-        TypeError, ValueError: a wrong type, dtype, shape, device or value, naming the argument.
+        TypeError, ValueError: a wrong type, dtype, shape, device or value, naming the argument; with a group on all of
+            its ranks, whichever has it.
 
     Example:
         >>> import torch, rlkernels
@@ -88,11 +92,18 @@ def policy_loss(
         >>> round(out.loss.item(), 6), round(out.metrics["entropy"].item(), 6)
         (-0.2, 2.397895)
     """
-    recipe = _checked_recipe(batch, objective, reduction, normalizer)
-    segments, targets, temperature = _rows_of_batch(batch, temperature)
-    segments = segments.across(cp_group)
-    make = functools.partial(make_rows, logits, targets, temperature, softcap, logit_scale, IGNORE_INDEX)
-    rows, shard = with_shard(make, tp_group, vocab_start)
+
+    def check(fewest_columns: int) -> tuple[Recipe, Segments, Rows]:
+        recipe = _checked_recipe(batch, objective, reduction, normalizer, cp_group)
+        segments, targets, temperatures = _rows_of_batch(batch, temperature, cp_group)
+        rows = make_rows(logits, targets, temperatures, softcap, logit_scale, IGNORE_INDEX, fewest_columns)
+        return recipe, segments, rows
+
+    def facts(recipe: Recipe, segments: Segments, rows: Rows) -> Facts:
+        return Facts(logits.device, _alike(recipe, segments, logits.dtype, logits.requires_grad), rows)
+
+    groups = {"tp_group": tp_group, "cp_group": cp_group}
+    (recipe, segments, rows), shard = agree(check, facts, groups, vocab_start)
     # what a row's gradient depends on is not all here
     is_spread = shard is not None or cp_group is not None
     options = None if is_spread else _single_sweep_options(rows, recipe)
@@ -101,8 +112,8 @@ def policy_loss(
         checks.refuse_transforms("policy_loss", rows.logits)
         loss, sums, logp, entropy = PolicySweep.apply(rows.logits, rows, options, fused)
         metrics = fused_metrics(sums, batch, options, has_entropy=True)
-        return PolicyLoss(loss, metrics, logp.view(targets.shape), entropy.view(targets.shape))
-    stats = stats_of_rows(rows, shard, ("entropy",), targets.shape)
+        return PolicyLoss(loss, metrics, logp.view(segments.shape), entropy.view(segments.shape))
+    stats = stats_of_rows(rows, shard, _ENTROPY, segments.shape)
     return token_loss(stats.logp, stats.entropy, batch, segments, recipe)
 
 
@@ -153,17 +164,27 @@ def linear_policy_loss(
         >>> round(out.loss.item(), 6), weight.grad.shape
         (-0.2, torch.Size([11, 4]))
     """
-    recipe = _checked_recipe(batch, objective, reduction, normalizer)
-    segments, targets, temperature = _rows_of_batch(batch, temperature)
-    segments = segments.across(cp_group)
-    chunk_bytes = make_chunk_bytes(chunk_bytes)
-    arguments = (hidden, weight, bias, targets, temperature, softcap, logit_scale, IGNORE_INDEX)
-    rows, shard = with_shard(functools.partial(make_linear_rows, *arguments), tp_group, None, batch.rows)
+
+    def check(fewest_columns: int) -> tuple[Recipe, Segments, LinearRows, int]:
+        recipe = _checked_recipe(batch, objective, reduction, normalizer, cp_group)
+        segments, targets, temperatures = _rows_of_batch(batch, temperature, cp_group)
+        rows = make_linear_rows(
+            hidden, weight, bias, targets, temperatures, softcap, logit_scale, IGNORE_INDEX, fewest_columns
+        )
+        return recipe, segments, rows, make_chunk_bytes(chunk_bytes)
+
+    def facts(recipe: Recipe, segments: Segments, rows: LinearRows, limit: int) -> Facts:
+        wants_gradient = hidden.requires_grad or rows.what_to_keep().logits
+        alike = _alike(recipe, segments, rows.hidden.dtype, wants_gradient)
+        return Facts(hidden.device, alike, rows, batch.rows)
+
+    groups = {"tp_group": tp_group, "cp_group": cp_group}
+    (recipe, segments, rows, limit), shard = agree(check, facts, groups)
     is_spread = shard is not None or cp_group is not None
-    parts = [] if is_spread else _parts_with_gradient_in_forward(rows, batch, recipe, chunk_bytes)
+    parts = [] if is_spread else _parts_with_gradient_in_forward(rows, batch, recipe, limit)
     if parts:
-        return _loss_in_parts(rows, batch, segments, parts, recipe, chunk_bytes)
-    stats = linear_stats(rows, shard, ("entropy",), chunk_bytes, targets.shape, batch.rows)
+        return _loss_in_parts(rows, batch, segments, parts, recipe, limit)
+    stats = linear_stats(rows, shard, _ENTROPY, limit, segments.shape, batch.rows)
     return token_loss(stats.logp, stats.entropy, batch, segments, recipe)
 
 
@@ -245,20 +266,28 @@ def logp_policy_loss(
         >>> round(rlkernels.logp_policy_loss(logp, batch, "grpo").loss.item(), 6)  # -(1 + 1.2) / 2
         -1.1
     """
-    recipe = _checked_recipe(batch, objective, reduction, normalizer)
-    checks.require_tensor("logp", logp)
-    checks.require_dtype("logp", logp, checks.FLOAT_DTYPES)
-    like = batch.targets if batch.targets is not None else batch.mask
-    if like is not None:
-        checks.require_shape("logp", logp, tuple(like.shape))
-    segments = batch.check_against(tuple(logp.shape), logp.device).across(cp_group)
-    if entropy is not None:
-        checks.require_tensor("entropy", entropy)
-        checks.require_dtype("entropy", entropy, checks.FLOAT_DTYPES)
-        checks.require_shape("entropy", entropy, tuple(logp.shape))
-        checks.require_same_device("logp", logp, entropy=entropy)
-    elif isinstance(recipe.objective, Objective) and recipe.objective.entropy_coef != 0:
-        raise ValueError(f"entropy: expected with entropy_coef={recipe.objective.entropy_coef}, got None")
+
+    def check(fewest_columns: int) -> tuple[Recipe, Segments]:
+        recipe = _checked_recipe(batch, objective, reduction, normalizer, cp_group)
+        checks.require_tensor("logp", logp)
+        checks.require_dtype("logp", logp, checks.FLOAT_DTYPES)
+        like = batch.targets if batch.targets is not None else batch.mask
+        if like is not None:
+            checks.require_shape("logp", logp, tuple(like.shape))
+        segments = batch.check_against(tuple(logp.shape), logp.device).across(cp_group)
+        if entropy is not None:
+            checks.require_tensor("entropy", entropy)
+            checks.require_dtype("entropy", entropy, checks.FLOAT_DTYPES)
+            checks.require_shape("entropy", entropy, tuple(logp.shape))
+            checks.require_same_device("logp", logp, entropy=entropy)
+        elif isinstance(recipe.objective, Objective) and recipe.objective.entropy_coef != 0:
+            raise ValueError(f"entropy: expected with entropy_coef={recipe.objective.entropy_coef}, got None")
+        return recipe, segments
+
+    def facts(recipe: Recipe, segments: Segments) -> Facts:
+        return Facts(logp.device, _alike(recipe, segments, logp.dtype, logp.requires_grad))
+
+    (recipe, segments), _ = agree(check, facts, {"cp_group": cp_group})
     return token_loss(logp, entropy, batch, segments, recipe)
 
 
@@ -300,6 +329,7 @@ def _checked_recipe(
     objective: str | Objective | ObjectiveFunction,
     reduction: str | None,
     normalizer: Normalizer | None,
+    cp_group: dist.ProcessGroup | None = None,
 ) -> Recipe:
     """The recipe with the caller's reduction and normalizer, checked before anything is computed."""
     if not isinstance(batch, PolicyBatch):
@@ -311,17 +341,38 @@ def _checked_recipe(
     if recipe.needs is not None and getattr(batch, recipe.needs) is None:
         raise ValueError(f"{recipe.needs}: expected in the batch for objective {objective!r}, got None")
     if isinstance(recipe.objective, Objective):
+        if cp_group is not None and cp_group.size() > 1 and not recipe.objective.by_sequence:
+            name = type(recipe.objective).__name__
+            raise ValueError(f"cp_group: expected None with {name}, which needs the whole batch, got a group")
         recipe.objective.check_batch(batch)
         if recipe.objective.entropy_coef != 0:
             recipe = with_entropy_normalizer(recipe)
     return recipe
 
 
-def _rows_of_batch(batch: PolicyBatch, temperature: Number) -> tuple[Segments, Tensor, Number]:
+def _alike(recipe: Recipe, segments: Segments, dtype: torch.dtype, requires_grad: bool) -> dict[str, Any]:
+    """What of a loss decides which sums over ranks it takes, and of how many numbers."""
+    alike = {
+        "objective": recipe.objective.kind() if isinstance(recipe.objective, Objective) else "callable",
+        "reduction": recipe.reduction,
+        "normalizer": "no normalizer" if recipe.normalizer is None else "a normalizer",
+    }
+    if segments.group is None:
+        return alike
+    return alike | {
+        "sequences": segments.count,
+        "dtype of log-probabilities": compute_dtype(dtype),
+        "requires_grad of log-probabilities": torch.is_grad_enabled() and requires_grad,
+    }
+
+
+def _rows_of_batch(
+    batch: PolicyBatch, temperature: Number, cp_group: dist.ProcessGroup | None
+) -> tuple[Segments, Tensor, Number]:
     """The batch's sequences, its targets with masked ones ignored, and a temperature that fits the targets."""
     if batch.targets is None or batch.mask is None:
         raise ValueError("batch: expected targets, got None")
-    segments = batch.check_against(tuple(batch.targets.shape), batch.targets.device)
+    segments = batch.check_against(tuple(batch.targets.shape), batch.targets.device).across(cp_group)
     if isinstance(temperature, Tensor) and batch.cu_seqlens is not None and temperature.ndim == 1:
         checks.require_shape("temperature", temperature, (segments.count,), (segments.tokens,))
         temperature = batch.per_token(temperature, segments, temperature.dtype).reshape(batch.targets.shape)

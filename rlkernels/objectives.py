@@ -12,8 +12,8 @@ gradient is 0 beyond, as it is beyond `log_ratio_clamp`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,6 +119,17 @@ class Objective:
         """Raises ValueError if the batch lacks what the objective needs."""
         if self.kl_coef != 0 and batch.ref_logp is None:
             raise ValueError(f"ref_logp: expected in the batch with kl_coef={self.kl_coef}, got None")
+
+    def kind(self) -> str:
+        """What of the fields decides which sums are formed: names, switches, and which of the numbers are 0."""
+
+        def shown(value: Any) -> Any:
+            if value is None or isinstance(value, bool | str):
+                return value
+            return 0 if value == 0 else ...
+
+        values = ", ".join(f"{field.name}={shown(getattr(self, field.name))!r}" for field in fields(self))
+        return f"{type(self).__name__}({values})".replace("Ellipsis", "...")
 
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
         raise TypeError(f"{type(self).__name__} is a base class; use one of its subclasses")

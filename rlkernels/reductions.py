@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernels import checks
+from rlkernels.agreement import check_group
 from rlkernels.batch import PolicyBatch
 from rlkernels.distributed import sum_over_ranks
 from rlkernels.segments import Segments
@@ -28,6 +29,7 @@ Normalizer = float | Tensor
 def check_reduction(reduction: str, normalizer: Normalizer | None, name: str = "reduction") -> None:
     checks.require_choice(name, reduction, REDUCTIONS)
     if isinstance(normalizer, Tensor):
+        checks.require_tensor("normalizer", normalizer)
         checks.require_shape("normalizer", normalizer, ())
         checks.require_dtype("normalizer", normalizer, (*checks.FLOAT_DTYPES, *checks.INTEGER_DTYPES))
         if checks.values_are_checked(normalizer.device) and not (normalizer >= 0 and normalizer.isfinite()):
@@ -84,6 +86,7 @@ def global_normalizer(
     reduction: str,
     *,
     group: dist.ProcessGroup | None = None,
+    cp_group: dist.ProcessGroup | None = None,
     gradients: str = "mean",
     max_length: int | None = None,
     count_empty: bool = True,
@@ -100,7 +103,12 @@ def global_normalizer(
         masks: of this rank's micro-batches: `PolicyBatch`es, or mask tensors `[B, T]` (`[N]` is one sequence),
             nonzero = trained.
         reduction: as in `policy_loss`, except `none`.
-        group: process group to sum over; None: the default group if one is initialised, else this process.
+        group: process group to sum over, all ranks whose gradients are put together; None: the default group if one is
+            initialised, else this process.
+        cp_group: the losses' `cp_group`: the masks are of this rank's tokens of sequences that it shares with the
+            group's other ranks, all of whom are in `group` too. Tokens are counted on each of them, sequences once.
+            With `gradients="mean"` a rank's loss, which is its whole group's, comes out as many times as large as
+            `cp_group` has ranks: divide what is averaged over ranks for a log by that.
         gradients: `"mean"` where the trainer averages gradients over ranks (DDP, FSDP), `"sum"` where it adds
             them.
         max_length: for `seq_mean_token_sum_norm`.
@@ -110,7 +118,8 @@ def global_normalizer(
         0-d float32 on the masks' device. No synchronisation with the host.
 
     Raises:
-        ValueError: unknown reduction or `gradients`, no masks, `max_length` missing or without effect.
+        TypeError, ValueError: unknown reduction or `gradients`, no masks, `max_length` missing or without effect. Of
+            one rank alone: the others wait for the group's timeout.
 
     Example:
         >>> import torch, rlkernels
@@ -131,7 +140,8 @@ def global_normalizer(
     parts = [masks] if isinstance(masks, Tensor | PolicyBatch) else list(masks)
     if not parts:
         raise ValueError("masks: expected at least one mask, got none")
-    total = torch.stack([_tokens_and_sequences(part, count_empty) for part in parts]).sum(0)
+    lengths = torch.cat([_lengths(part) for part in parts])
+    total = torch.stack([lengths.sum(), _sequences(lengths, count_empty, cp_group)])
     ranks = 1
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(total, group=group)
@@ -147,8 +157,8 @@ def global_normalizer(
     return count / ranks if gradients == "mean" else count
 
 
-def _tokens_and_sequences(part: Tensor | PolicyBatch, count_empty: bool) -> Tensor:
-    """`[2]`, int64."""
+def _lengths(part: Tensor | PolicyBatch) -> Tensor:
+    """`[B]`, int64: trained tokens of each sequence that are here."""
     if isinstance(part, PolicyBatch):
         if part.mask is None:
             raise ValueError("masks: expected batches with a mask or targets, got one without")
@@ -158,8 +168,17 @@ def _tokens_and_sequences(part: Tensor | PolicyBatch, count_empty: bool) -> Tens
         if part.ndim not in (1, 2):
             raise ValueError(f"masks: expected shape [B, T] or [N], got {checks.describe(part)}")
         mask, borders = part != 0, None
-    segments = Segments(tuple(mask.shape), borders)
-    lengths = segments.sum(mask.reshape(-1).to(torch.int64))
-    tokens = lengths.sum()
-    sequences = torch.full_like(tokens, segments.count) if count_empty else (lengths > 0).sum()
-    return torch.stack([tokens, sequences])
+    return Segments(tuple(mask.shape), borders).sum(mask.reshape(-1).to(torch.int64))
+
+
+def _sequences(lengths: Tensor, count_empty: bool, cp_group: dist.ProcessGroup | None) -> Tensor:
+    """0-d, int64: how many sequences this rank adds; of those that ranks share the first one adds all."""
+    if cp_group is not None:
+        check_group("cp_group", cp_group)
+        if not count_empty:
+            lengths = lengths.clone()
+            dist.all_reduce(lengths, group=cp_group)
+        if dist.get_rank(cp_group) != 0:
+            return torch.zeros_like(lengths.sum())
+    counted = torch.ones_like(lengths) if count_empty else lengths > 0
+    return counted.sum()

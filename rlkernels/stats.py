@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import numbers
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernels import backends, checks, reference
-from rlkernels.distributed import GatheredColumns, SharedByShards, with_shard
+from rlkernels.agreement import Facts, agree
+from rlkernels.distributed import GatheredColumns, SharedByShards
 from rlkernels.ops.linear_rows import LinearRows
 from rlkernels.ops.linear_token_stats import linear_token_stats as linear_token_stats_op
-from rlkernels.ops.rows import Rows, RowStats, Wanted, compute_dtype
+from rlkernels.ops.rows import Rows, RowStats, Wanted, check_values, compute_dtype
 from rlkernels.ops.token_stats import token_stats as token_stats_op
 from rlkernels.ops.vocab_shards import VocabShard
 from rlkernels.schedules import DEFAULT_CHUNK_BYTES
@@ -79,7 +79,7 @@ def token_stats(
     Raises:
         TypeError, ValueError: a wrong type, dtype, shape, device or value, naming the argument. Labels and
             temperatures on a GPU are checked only under `set_checks(True)`; unchecked, a bad one gives NaN in
-            its row.
+            its row. With `tp_group` on all of its ranks, whichever has it.
 
     Example:
         >>> import torch, rlkernels
@@ -88,14 +88,20 @@ def token_stats(
         >>> [round(x, 6) for x in stats.logp.tolist()]
         [-0.126928, 0.0]
     """
-    make = functools.partial(make_rows, logits, targets, temperature, softcap, logit_scale, ignore_index)
-    rows, shard = with_shard(make, tp_group, vocab_start)
-    return stats_of_rows(rows, shard, outputs, targets.shape)
+
+    def check(fewest_columns: int) -> tuple[Rows, Wanted]:
+        rows = make_rows(logits, targets, temperature, softcap, logit_scale, ignore_index, fewest_columns)
+        return rows, _wanted(outputs)
+
+    def facts(rows: Rows, wanted: Wanted) -> Facts:
+        return Facts(logits.device, {}, rows)
+
+    (rows, wanted), shard = agree(check, facts, {"tp_group": tp_group}, vocab_start)
+    return stats_of_rows(rows, shard, wanted, tuple(targets.shape))
 
 
-def stats_of_rows(rows: Rows, shard: VocabShard | None, outputs: Sequence[str], shape: torch.Size) -> TokenStats:
+def stats_of_rows(rows: Rows, shard: VocabShard | None, wanted: Wanted, shape: tuple[int, ...]) -> TokenStats:
     """`token_stats` of checked arguments."""
-    wanted = _wanted(outputs)
     return _token_stats(_row_stats(rows, shard, wanted), wanted, shape)
 
 
@@ -150,9 +156,20 @@ def linear_token_stats(
         >>> [round(x, 6) for x in stats.logp.tolist()]
         [-0.510826, 0.0]
     """
-    arguments = (hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index)
-    everything, shard = with_shard(functools.partial(make_linear_rows, *arguments), tp_group, None, rows)
-    return linear_stats(everything, shard, outputs, make_chunk_bytes(chunk_bytes), targets.shape, rows)
+
+    def check(fewest_columns: int) -> tuple[LinearRows, Wanted, int]:
+        everything = make_linear_rows(
+            hidden, weight, bias, targets, temperature, softcap, logit_scale, ignore_index, fewest_columns
+        )
+        if rows is not None:
+            checks.check_indices("rows", rows, targets.numel(), targets.device)
+        return everything, _wanted(outputs), make_chunk_bytes(chunk_bytes)
+
+    def facts(everything: LinearRows, wanted: Wanted, limit: int) -> Facts:
+        return Facts(hidden.device, {}, everything, rows)
+
+    (everything, wanted, limit), shard = agree(check, facts, {"tp_group": tp_group})
+    return linear_stats(everything, shard, wanted, limit, tuple(targets.shape), rows)
 
 
 def make_chunk_bytes(chunk_bytes: int | None) -> int:
@@ -163,16 +180,14 @@ def make_chunk_bytes(chunk_bytes: int | None) -> int:
 def linear_stats(
     everything: LinearRows,
     shard: VocabShard | None,
-    outputs: Sequence[str],
+    wanted: Wanted,
     chunk_bytes: int,
-    shape: torch.Size,
+    shape: tuple[int, ...],
     rows: Tensor | None,
 ) -> TokenStats:
     """`linear_token_stats` of checked arguments."""
-    wanted = _wanted(outputs)
     if rows is None:
         return _token_stats(_linear_row_stats(everything, shard, wanted, chunk_bytes), wanted, shape)
-    checks.check_indices("rows", rows, everything.targets.shape[0], everything.targets.device)
     index = rows.to(torch.int64)
     selected = _linear_row_stats(everything.take(index), shard, wanted, chunk_bytes)
     return _token_stats(_put_back(selected, index, everything.is_labelled()), wanted, shape)
@@ -198,7 +213,7 @@ def _wanted(outputs: Sequence[str]) -> Wanted:
     return Wanted(*(name in outputs for name in OUTPUTS))
 
 
-def _token_stats(stats: RowStats, wanted: Wanted, shape: torch.Size) -> TokenStats:
+def _token_stats(stats: RowStats, wanted: Wanted, shape: tuple[int, ...]) -> TokenStats:
     columns = zip(OUTPUTS, wanted, strict=True)
     return TokenStats(
         stats.logp.view(shape), *(getattr(stats, name).view(shape) if want else None for name, want in columns)
@@ -207,37 +222,26 @@ def _token_stats(stats: RowStats, wanted: Wanted, shape: torch.Size) -> TokenSta
 
 def _linear_row_stats(rows: LinearRows, shard: VocabShard | None, wanted: Wanted, chunk_bytes: int) -> RowStats:
     if backends.choose(rows.hidden.device) == "reference":
-        _check_values(rows, shard)
         if shard is None:
+            check_values(rows, rows.columns)
             return reference.linear_row_stats(rows)
         logits = reference.linear_logits(rows._replace(hidden=SharedByShards.apply(rows.hidden, shard)))
         return reference.row_stats(rows.with_logits(GatheredColumns.apply(logits, shard)))
     checks.refuse_transforms("linear_token_stats", rows.hidden, rows.weight, rows.bias)
     arguments = (*rows, *wanted, *rows.what_to_keep(), chunk_bytes)
-    if shard is None:
-        columns = linear_token_stats_op(*arguments)
-    else:
-        _check_values(rows, shard)  # on ranks without a column as well
-        columns = linear_token_stats_op(*arguments, *shard)
+    columns = linear_token_stats_op(*arguments, *(shard or ()))
     return RowStats(*columns[: len(RowStats._fields)])
 
 
 def _row_stats(rows: Rows, shard: VocabShard | None, wanted: Wanted) -> RowStats:
     if backends.choose(rows.logits.device) == "reference":
-        _check_values(rows, shard)
-        if shard is not None:
+        if shard is None:
+            check_values(rows, rows.columns)
+        else:
             rows = rows._replace(logits=GatheredColumns.apply(rows.logits, shard))
         return reference.row_stats(rows)
     checks.refuse_transforms("token_stats", rows.logits)
-    if shard is None:
-        return RowStats(*token_stats_op(*rows, *wanted))
-    _check_values(rows, shard)  # on ranks without a column as well
-    return RowStats(*token_stats_op(*rows, *wanted, *shard))
-
-
-def _check_values(rows: Rows | LinearRows, shard: VocabShard | None) -> None:
-    vocab = rows.columns if shard is None else shard.vocab
-    checks.check_row_values(rows.targets, vocab, rows.ignore_index, rows.temperature, rows.softcap, rows.logit_scale)
+    return RowStats(*token_stats_op(*rows, *wanted, *(shard or ())))
 
 
 def make_rows(
@@ -328,9 +332,9 @@ def scaling(
     dtype = compute_dtype(rows.dtype)
 
     def scalar(name: str, value: Number) -> Tensor:
-        if isinstance(value, Tensor):
-            checks.require_shape(name, value, ())
-        return _as_values(name, value, rows.device, dtype).reshape(1)
+        values = _as_values(name, value, rows.device, dtype)
+        checks.require_shape(name, values, ())
+        return values.reshape(1)
 
     cap = None if softcap is None else scalar("softcap", softcap)
     return _row_temperature(temperature, targets, dtype), cap, scalar("logit_scale", logit_scale)
@@ -353,6 +357,7 @@ def _as_values(name: str, value: Number, device: torch.device, dtype: torch.dtyp
         largest = torch.finfo(dtype).max
         checks.require_number(name, value, above=0.0, at_most=largest)
         return torch.full((), float(value), dtype=dtype, device=device)
+    checks.require_tensor(name, value)
     if value.requires_grad:
         raise ValueError(f"{name}: expected a tensor without gradient (none is computed), got one that requires it")
     if value.dtype not in (*checks.FLOAT_DTYPES, *checks.INTEGER_DTYPES):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlkernels import backends, checks
 from rlkernels.batch import PolicyBatch
-from rlkernels.distributed import agree_on_sequences, total_of_shares
+from rlkernels.distributed import total_of_shares
 from rlkernels.dtypes import wide
 from rlkernels.kernel_options import objective_options, reduction_code
 from rlkernels.metrics import Metrics
@@ -34,8 +34,6 @@ class PolicyLoss(NamedTuple):
 def token_loss(
     logp: Tensor, entropy: Tensor | None, batch: PolicyBatch, segments: Segments, recipe: Recipe
 ) -> PolicyLoss:
-    if segments.group is not None:
-        agree_on_sequences(segments.group, segments.count, logp)
     # the operation has no sums over ranks
     options = fused_options(logp.device, recipe, "policy_objective") if segments.group is None else None
     if options is not None:

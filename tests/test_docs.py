@@ -7,15 +7,14 @@ import importlib
 import pkgutil
 import re
 from dataclasses import fields
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from documents import ROOT, run_code_blocks
 
 import rlkernels
 from rlkernels import RECIPES, Objective, credit
 
-ROOT = Path(__file__).parent.parent
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(rlkernels.__path__, "rlkernels.")
@@ -39,10 +38,14 @@ def test_every_public_function_has_an_example(module: ModuleType) -> None:
 
 @pytest.mark.parametrize("name", ["README.md", "docs/methods.md"])
 def test_code_blocks_run(name: str) -> None:
-    """A document's blocks are one program, in order."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
-    assert blocks
-    exec(compile("\n".join(blocks), name, "exec"), {})
+    run_code_blocks(name)
+
+
+def test_code_blocks_run_as_one_gloo_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    run_code_blocks("docs/distributed.md")
 
 
 def recipe_table() -> str:

@@ -506,9 +506,12 @@ def test_compiles_whole(frozen: bool, generator: Generator) -> None:
 
 
 HIDDEN_STATES, WEIGHT = torch.zeros(2, 3, 4), torch.zeros(5, 4)
+PARTITIONED = torch.nn.Parameter(torch.zeros(0))
+PARTITIONED.ds_shape = WEIGHT.shape  # DeepSpeed's mark
 BAD_CALLS = {
     "weight-flattened": ({"weight": WEIGHT.view(-1)}, ValueError, r"weight.*\[V, H\].*\[20\]"),
     "weight-freed": ({"weight": torch.zeros(0)}, ValueError, r"weight.*\[V, H\].*\[0\]"),
+    "weight-of-zero3": ({"weight": PARTITIONED}, ValueError, "weight.*ZeRO-3.*rlkernels.distributed.full_weight"),
     "weight-swapped": ({"weight": WEIGHT.t()}, ValueError, r"weight.*H = 4.*\[4, 5\]"),
     "weight-dtype": ({"weight": WEIGHT.bfloat16()}, TypeError, "weight.*float32.*bfloat16"),
     "weight-device": ({"weight": WEIGHT.to("meta")}, ValueError, "weight.*cpu.*meta"),

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import socket
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Generator, Tensor
 
 import rlkernels
@@ -124,70 +121,6 @@ def test_unequal_micro_batches_add_up(reduction: str, sizes: list[int], generato
     torch.testing.assert_close(leaf.grad, gradient)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def rank_of_two(rank: int, port: int, tensors: dict[str, Any], results: Any) -> None:
-    """One rank: two unequal micro-batches, every reduction, both ways of combining gradients."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    own = slice(0, 3) if rank == 0 else slice(3, 7)
-    batch = {name: value[own] for name, value in tensors["batch"].items()}
-    micro = [slice(0, 1), slice(1, None)]
-    outcome = {}
-    for reduction in SUMMED:
-        max_length = MAX_LENGTH if reduction == "seq_mean_token_sum_norm" else None
-        for gradients in ("mean", "sum"):
-            masks = [batch["mask"][part] for part in micro]
-            normalizer = global_normalizer(masks, reduction, gradients=gradients, max_length=max_length)
-            leaf = tensors["logp"][own].clone().requires_grad_()
-            losses, metrics = [], []
-            for part in micro:
-                out = rlkernels.logp_policy_loss(
-                    leaf[part],
-                    PolicyBatch(None, **{name: value[part] for name, value in batch.items()}),
-                    objective_with_entropy(reduction),
-                    entropy=tensors["entropy"][own][part],
-                    reduction=reduction,
-                    normalizer=normalizer,
-                )
-                out.loss.backward()
-                losses.append(out.loss.detach())
-                metrics.append(out.metrics)
-            merged = rlkernels.Metrics.merge(metrics).all_reduce()
-            numbers = {name: float(value) for name, value in merged.items()}
-            rlkernels.Metrics({"a mean alone": (torch.ones(()), torch.ones(()))}).all_reduce()
-            outcome[reduction, gradients] = (torch.stack(losses).sum(), leaf.grad, numbers)
-    results[rank] = outcome
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_ranks_add_up(generator: Generator) -> None:
-    """B56, B57: gloo processes with unequal rows; DDP's mean of gradients, and their sum."""
-    logp, batch = unequal_batch(generator)
-    entropy = torch.rand(7, 6, generator=generator, dtype=torch.float64)
-    tensors = {"logp": logp, "batch": batch, "entropy": entropy}
-    with mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        mp.spawn(rank_of_two, (free_port(), tensors, results), nprocs=2)
-        ranks = [results[0], results[1]]
-    for reduction in SUMMED:
-        loss, gradient = big_batch(reduction, logp, entropy, batch)
-        options = {"entropy": entropy, "reduction": reduction, "normalizer": 1.0}
-        whole = rlkernels.logp_policy_loss(
-            logp, PolicyBatch(None, **batch), objective_with_entropy(reduction), **options
-        ).metrics
-        for gradients, divisor in (("mean", 2), ("sum", 1)):
-            (loss0, grad0, metrics0), (loss1, grad1, metrics1) = (rank[reduction, gradients] for rank in ranks)
-            # each parameter's gradient is the mean, or the sum, of the ranks'; here a rank owns its rows
-            torch.testing.assert_close((loss0 + loss1) / divisor, loss)
-            torch.testing.assert_close(torch.cat([grad0, grad1]) / divisor, gradient)
-            assert metrics0 == metrics1 == pytest.approx({name: float(value) for name, value in whole.items()})
-
-
 def test_global_normalizer_counts_batches_and_masks() -> None:
     packed = PolicyBatch(
         torch.tensor([1, 2, -100, 4, 5]), torch.ones(2), cu_seqlens=torch.tensor([0, 3, 5], dtype=torch.int32)
@@ -222,9 +155,10 @@ def test_empty_sequences_count_only_for_trl() -> None:
         ({"masks": torch.ones(2, 2), "reduction": "token_mean", "gradients": "avg"}, "gradients"),
         ({"masks": torch.ones(2, 2), "reduction": "token_mean", "max_length": 3}, "max_length"),
         ({"masks": torch.ones(2, 2), "reduction": "seq_mean_token_sum_norm"}, "max_length"),
+        ({"masks": torch.ones(2, 2), "reduction": "token_mean", "cp_group": "default"}, "cp_group"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_bad_normalizer_arguments(arguments: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises((TypeError, ValueError), match=name):
         global_normalizer(**arguments)

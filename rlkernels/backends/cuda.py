@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernels import _native, checks
+from rlkernels import _native
 from rlkernels.backends.params import DTYPE_CODES, Params, address
 from rlkernels.ops.objective_options import ObjectiveOptions
-from rlkernels.ops.rows import Rows, RowStats, SavedStats, Tile, Upstream
+from rlkernels.ops.rows import Rows, RowStats, SavedStats, Tile, Upstream, check_values
 
 if TYPE_CHECKING:  # the operation's file imports the backends
     from rlkernels.ops.policy_objective import ObjectiveBatch, ObjectiveResult
@@ -46,10 +46,6 @@ def _workspace(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def _check(rows: Rows, vocab: int) -> None:
-    checks.check_row_values(rows.targets, vocab, rows.ignore_index, rows.temperature, rows.softcap, rows.logit_scale)
-
-
 def empty_states(count: int, logits: Tensor) -> Tensor:
     """`[count, ...]` row states for a sweep in tiles; the first tile starts them, column 0 is the running maximum."""
     return logits.new_empty(count, kernels.row_state_bytes // 8, dtype=torch.float64)
@@ -64,7 +60,7 @@ def token_stats_forward(
 ) -> None:
     """`index [N]` names the stored row of each target; without it they are all rows in their order."""
     device = rows.logits.device
-    _check(rows, rows.logits.shape[-1] if tile is None else tile.vocab)
+    check_values(rows, rows.logits.shape[-1] if tile is None else tile.vocab)
     params = Params(kernels).forward(rows, stats, tile, states, index)
     size = kernels.token_stats_workspace_bytes(params, limits(device).multiprocessors)
     workspace = _workspace(size, device)
@@ -100,7 +96,7 @@ def policy_sweep(
     rows: Rows, options: ObjectiveOptions, batch: ObjectiveBatch, stats: RowStats, dlogits: Tensor
 ) -> None:
     device = rows.logits.device
-    _check(rows, rows.logits.shape[-1])
+    check_values(rows, rows.logits.shape[-1])
     params = Params(kernels).sweep(rows, options, batch, stats, dlogits)
     multiprocessors, shared_bytes = limits(device)
     workspace = _workspace(kernels.policy_sweep_workspace_bytes(params, multiprocessors), device)

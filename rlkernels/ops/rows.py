@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlkernels import checks
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, float32 for every other dtype."""
@@ -30,6 +32,11 @@ class Rows(NamedTuple):
     def sizes(self) -> dict[str, Any]:
         """What the shards of one vocabulary have in common, besides the rows."""
         return {"dtype of logits": self.logits.dtype}
+
+
+def check_values(rows: Any, vocab: int) -> None:
+    """Labels and numbers of `Rows` or `LinearRows`, where the host may look at them."""
+    checks.check_row_values(rows.targets, vocab, rows.ignore_index, rows.temperature, rows.softcap, rows.logit_scale)
 
 
 class Tile(NamedTuple):
