@@ -315,12 +315,20 @@ def logp_policy_terms(
         >>> terms.loss.tolist(), terms.clipped_high.tolist()
         ([-1.0, -1.2000000476837158], [False, True])
     """
-    known = _checked_recipe(batch, objective, "none", None).objective
-    if not isinstance(known, Objective):
-        raise TypeError(f"objective: expected a recipe's name or an objective, got {checks.describe(objective)}")
-    checks.require_tensor("logp", logp)
-    checks.require_dtype("logp", logp, checks.FLOAT_DTYPES)
-    segments = batch.check_against(tuple(logp.shape), logp.device).across(cp_group)
+
+    def check(fewest_columns: int) -> tuple[Recipe, Segments, Objective]:
+        recipe = _checked_recipe(batch, objective, "none", None, cp_group)
+        if not isinstance(recipe.objective, Objective):
+            raise TypeError(f"objective: expected a recipe's name or an objective, got {checks.describe(objective)}")
+        checks.require_tensor("logp", logp)
+        checks.require_dtype("logp", logp, checks.FLOAT_DTYPES)
+        segments = batch.check_against(tuple(logp.shape), logp.device).across(cp_group)
+        return recipe, segments, recipe.objective
+
+    def facts(recipe: Recipe, segments: Segments, known: Objective) -> Facts:
+        return Facts(logp.device, _alike(recipe, segments, logp.dtype, logp.requires_grad))
+
+    (_, segments, known), _ = agree(check, facts, {"cp_group": cp_group})
     return token_terms(logp, batch, segments, known)
 
 

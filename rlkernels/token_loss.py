@@ -63,8 +63,6 @@ def token_loss(
 
 def token_terms(logp: Tensor, batch: PolicyBatch, segments: Segments, objective: Objective) -> PolicyTerms:
     """The objective's own terms, `[N]`; loss 0 and nothing clipped where the mask is 0."""
-    if segments.group is not None:
-        agree_on_sequences(segments.group, segments.count, logp)
     packed = _Packed(logp.to(compute_dtype(logp.dtype)), None, batch, segments)
     loss, ratio, low, high = objective.policy_terms(packed.tokens)
     return PolicyTerms(torch.where(packed.mask, loss, 0), ratio, low & packed.mask, high & packed.mask)
