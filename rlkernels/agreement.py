@@ -22,6 +22,7 @@ from rlkernels import backends, checks
 from rlkernels.ops.linear_rows import LinearRows
 from rlkernels.ops.rows import Rows, check_values
 from rlkernels.ops.vocab_shards import VocabShard
+from rlkernels.untraced import untraced
 
 Arguments = TypeVar("Arguments", bound=tuple[Any, ...])
 
@@ -74,7 +75,7 @@ def agree(
     return _agree(check, facts, given, vocab_start)
 
 
-@torch.compiler.disable
+@untraced
 def _agree(
     check: Callable[[int], Arguments],
     facts: Callable[..., Facts],

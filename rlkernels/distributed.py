@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlkernels import checks
 from rlkernels.ops.vocab_shards import VocabShard
+from rlkernels.untraced import untraced
 
 
 def full_weight(weight: Tensor, *, gradients: str = "mean") -> Tensor:
@@ -119,14 +120,14 @@ def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-@torch.compiler.disable
+@untraced
 def sum_over_ranks(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Of what a sequence's parts add up to, before it enters every rank's loss."""
     total: Tensor = values if group is None else _SumOverRanks.apply(values, group)
     return total
 
 
-@torch.compiler.disable
+@untraced
 def total_of_shares(share: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A loss of which every rank has made its share."""
     total: Tensor = share if group is None else _TotalOfShares.apply(share, group)

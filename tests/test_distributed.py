@@ -40,6 +40,7 @@ from torch.testing import assert_close
 
 import rlkernels
 from rlkernels import PolicyBatch, checks
+from rlkernels.integrations.verl import linear_cross_entropy
 from rlkernels.ops.linear_rows import LinearRows
 from rlkernels.stats import OUTPUTS, linear_token_stats, token_stats
 
@@ -580,6 +581,25 @@ def two_collectives_for_any_number_of_rows(rank: int, world: int) -> None:
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
         token_stats(logits, targets, outputs=OUTPUTS, tp_group=group()).logp.sum().backward()
         assert all_reduce.call_count == 2
+
+
+@case
+def verls_fused_head(rank: int, world: int) -> None:
+    """verl's kernel leaves the sum of `hidden`'s gradients to Megatron."""
+    own, targets = columns_of(rank, WIDTHS[world][0]), some_targets(6).clamp(min=0)
+    hidden, weight = drawn(6, 8, dtype=torch.float64), drawn(VOCAB, 8, dtype=torch.float64)
+    whole, part = (leaf(hidden), leaf(weight)), (leaf(hidden), leaf(weight[own]))
+    expected = linear_cross_entropy(*whole, targets, 0.7)
+    actual = linear_cross_entropy(*part, targets, 0.7, "none", group())
+    for (logp, entropy), name in ((expected, "whole"), (actual, "part")):
+        assert logp.shape == entropy.shape == (6,), name
+        (logp + 0.3 * entropy).sum().backward()
+    for a, b in zip(actual, expected, strict=True):
+        close(a, b)
+    dhidden = part[0].grad.clone()
+    dist.all_reduce(dhidden)
+    close(dhidden, whole[0].grad)
+    close(part[1].grad, whole[1].grad[own])
 
 
 @case
