@@ -361,16 +361,14 @@ def definition_of_own(trainer: FusedGRPOTrainer, objective: Any, inputs: dict[st
             entropy_coef=trainer.entropy_coef / accumulation,
         )
     rows = len(inputs["completion_ids"])
-    normalizer = (
-        accumulation
-        * {
-            "token_mean": inputs["num_items_in_batch"] / trainer.args.steps_per_generation,
-            "seq_mean_token_mean": rows,
-            "seq_mean_token_sum": rows,
-            "seq_mean_token_sum_norm": rows * 12,
-            "token_sum": 1000,
-        }[reduction]
-    )
+    denominators = {
+        "token_mean": inputs["num_items_in_batch"] / trainer.args.steps_per_generation,
+        "seq_mean_token_mean": rows,
+        "seq_mean_token_sum": rows,
+        "seq_mean_token_sum_norm": rows * 12,
+        "token_sum": 1000,
+    }
+    normalizer = accumulation * denominators[reduction]
     if objective == "bnpo":
         normalizer = accumulation * (inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()
     return definition(trainer, written, reduction, normalizer, inputs)
