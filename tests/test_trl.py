@@ -22,11 +22,11 @@ import torch
 pytest.importorskip("trl", reason="needs the trl extra: pip install -c constraints.txt -e '.[test,trl]'")
 
 from torch import Generator, Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from trl import GRPOTrainer
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils
 from trl_models import VOCAB, config, dataset, low_ids, tiny_model, tokenizer
+from trl_steps import Operations
 
 import rlkernels
 from rlkernels.integrations import trl as adapter
@@ -35,19 +35,6 @@ from rlkernels.integrations.trl import OPTIONAL_OUTPUTS, ChunkedLogProb
 FORWARD, BACKWARD = "rlkernels::linear_token_stats", "rlkernels::linear_token_stats_backward"
 CHUNK = 1000  # columns: an odd rest of 5,000
 TRL_NAMES = ("_ChunkedLogProbFunction", "_use_triton")
-
-
-class Operations(TorchDispatchMode):
-    """Counts this package's operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "rlkernels":
-            self.counts[func.name()] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,38 +26,39 @@ import torch
 pytest.importorskip("trl", reason="needs the trl extra: pip install -c constraints.txt -e '.[test,trl]'")
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from trl import GRPOTrainer
 from trl.trainer import utils
 from trl_models import VOCAB, config, dataset, low_ids, tiny_model, tokenizer
+from trl_steps import (
+    LENGTH,
+    LOSS_TYPES,
+    PROMPT,
+    ROWS,
+    TEMPERATURE,
+    Exact,
+    Operations,
+    Result,
+    assert_as_exact_as_trl,
+    assert_equal_steps,
+    assert_like_trl,
+    fused_trainer,
+    made_up_inputs,
+    own_step,
+    set_options,
+    step,
+    trls_step,
+)
 
 import rlkernels
 from rlkernels.integrations import trl as adapter
 from rlkernels.integrations.trl import FusedGRPOTrainer, Replay
 from rlkernels.recipes import resolve
 
-ROWS, PROMPT, LENGTH = 5, 4, 9
-
 
 @pytest.fixture(autouse=True)
 def unpatched() -> Iterator[None]:
     yield
     adapter.unpatch()
-
-
-def fused_trainer(
-    folder: Path, columns: dict[str, list[Any]] | None = None, model: Any = None, **options: Any
-) -> FusedGRPOTrainer:
-    names = ("objective", "reduction", "prefix_weights", "replay", "peft_config")
-    own = {name: options.pop(name) for name in names if name in options}
-    return FusedGRPOTrainer(
-        model=tiny_model() if model is None else model,
-        reward_funcs=low_ids,
-        args=config(folder, **options),
-        train_dataset=dataset(**(columns or {})),
-        processing_class=tokenizer(),
-        **own,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -68,122 +70,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FusedGRPOTraine
     yield trainer
 
 
-def made_up_inputs(with_tools: bool = False, seed: int = 0) -> dict[str, Tensor]:
-    """Ragged prompts and completions; one row empty, one all of whose tokens are a tool's."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def noise(scale: float) -> Tensor:
-        return scale * torch.randn(ROWS, LENGTH, generator=generator)
-
-    lengths = torch.tensor([9, 4, 0, 7, 2])
-    completion_mask = (torch.arange(LENGTH) < lengths[:, None]).long()
-    prompt_mask = (torch.arange(PROMPT) >= torch.tensor([0, 1, 0, 2, 3])[:, None]).long()
-    logp = -torch.full((ROWS, LENGTH), VOCAB).double().log().float()
-    inputs = {
-        "prompt_ids": torch.randint(3, VOCAB, (ROWS, PROMPT), generator=generator),
-        "prompt_mask": prompt_mask,
-        "completion_ids": torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator),
-        "completion_mask": completion_mask,
-        "advantages": torch.tensor([1.2, -0.7, 0.4, -1.5, 0.9]),
-        "num_items_in_batch": torch.tensor(37),
-        "old_per_token_logps": logp + noise(0.3),
-        "ref_per_token_logps": logp + noise(0.3),
-        "importance_sampling_ratio": noise(0.3).exp(),
-    }
-    if with_tools:
-        tool_mask = torch.randint(0, 2, (ROWS, LENGTH), generator=generator)
-        tool_mask[4] = 0
-        inputs["tool_mask"] = tool_mask
-    return inputs
-
-
-Result = tuple[Tensor, dict[str, Tensor], dict[str, Any]]
-
-
-def step(trainer: GRPOTrainer, loss_of: Any, inputs: dict[str, Tensor]) -> Result:
-    """Loss, gradients of all parameters, metrics."""
-    trainer.model.zero_grad(set_to_none=True)
-    trainer._metrics["train"].clear()
-    loss = loss_of(trainer, trainer.model, dict(inputs))
-    loss.backward()
-    parameters = {name: parameter for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
-    gradients = {name: parameter.grad.clone() for name, parameter in parameters.items()}
-    return loss.detach(), gradients, dict(trainer._metrics["train"])
-
-
-def assert_equal_steps(mine: Result, expected: Result, metrics: bool = True) -> None:
-    """1e-5 of the gradient; 3e-5 of a single tensor's, which may be a small difference of large terms"""
-    torch.testing.assert_close(mine[0], expected[0], rtol=1e-5, atol=1e-6)
-    assert set(mine[1]) == set(expected[1])
-    errors = {name: (mine[1][name] - gradient).norm() for name, gradient in expected[1].items()}
-    norms = {name: gradient.norm() for name, gradient in expected[1].items()}
-    for name, error in errors.items():
-        assert error <= 3e-5 * norms[name].clamp(min=1e-6), f"{name}: {error / norms[name]:.2e}"
-    total, whole = (torch.stack(list(values.values())).norm() for values in (errors, norms))
-    assert total <= 1e-5 * whole.clamp(min=1e-6), f"{total / whole:.2e}"
-    if metrics:
-        assert set(mine[2]) == set(expected[2])
-        for name, values in expected[2].items():
-            assert mine[2][name] == pytest.approx(values, rel=1e-5, abs=1e-6, nan_ok=True), name
-
-
-def assert_like_trl(trainer: FusedGRPOTrainer, inputs: dict[str, Tensor]) -> None:
-    adapter.unpatch()
-    expected = step(trainer, GRPOTrainer._compute_loss, inputs)
-    adapter.patch()
-    with Operations() as operations:
-        mine = step(trainer, FusedGRPOTrainer._compute_loss, inputs)
-    assert operations.names, "none of this package's operations ran"
-    assert trainer._needs_trls_loss() or "rlkernels::policy_objective" in operations.names
-    assert_equal_steps(mine, expected)
-
-
-class Operations(TorchDispatchMode):
-    """Names of this package's operations that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "rlkernels":
-            self.names.add(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def options(shared: FusedGRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets attributes of the shared trainer and of its args for one test."""
-
-    def set_all(**values: Any) -> FusedGRPOTrainer:
-        for name, value in values.items():
-            for owner in (shared, shared.args):
-                if hasattr(owner, name):
-                    monkeypatch.setattr(owner, name, value)
-        monkeypatch.setattr(shared, "_entropy_bonus_enabled", shared.entropy_coef != 0 or shared.use_adaptive_entropy)
-        return shared
-
-    return set_all
-
-
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
-EXTRAS = ("plain", "delta", "tool_mask", "entropy")
-
-
-@pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("beta", [0.0, 0.04])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_trls_loss_types(loss_type: str, level: str, beta: float, extra: str, options: Any) -> None:
-    trainer = options(
-        loss_type=loss_type,
-        importance_sampling_level=level,
-        beta=beta,
-        delta=1.3 if extra == "delta" else None,
-        entropy_coef=0.02 if extra == "entropy" else 0.0,
-        epsilon_high=1.1 if loss_type == "cispo" else 0.2,
-    )
-    assert_like_trl(trainer, made_up_inputs(with_tools=extra == "tool_mask"))
+    return partial(set_options, shared, monkeypatch)
 
 
 def test_all_at_once(options: Any) -> None:
@@ -295,31 +185,24 @@ def test_lora_on_the_head_is_refused_as_by_trl(tmp_path: Path) -> None:
         fused_trainer(tmp_path, peft_config=lora)
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["bf16-weights", "autocast"])
-def test_bfloat16(autocast: bool, tmp_path: Path) -> None:
-    """as close to the float32 gradient as TRL's own"""
-    results = {}
-    for kind in ("float32", "trl", "mine"):
-        half = kind != "float32"
-        model = tiny_model()
-        if half and not autocast:
-            model = model.to(torch.bfloat16)
-        trainer = fused_trainer(tmp_path, model=model, bf16=half and autocast, entropy_coef=0.02)
-        trainer.current_gradient_accumulation_steps = 1
-        trainer.model.train()
-        (adapter.patch if kind == "mine" else adapter.unpatch)()
-        loss_of = FusedGRPOTrainer._compute_loss if kind == "mine" else GRPOTrainer._compute_loss
-        results[kind] = step(trainer, loss_of, made_up_inputs())
-    for name, exact in results["float32"][1].items():
-        error, trls = (
-            ((results[kind][1][name].float() - exact).norm() / exact.norm()).item() for kind in ("mine", "trl")
-        )
-        assert error <= 1.2 * trls + 2**-8, f"{name}: {error:.2e}, TRL {trls:.2e}"
+def test_autocast(tmp_path: Path) -> None:
+    trainer = fused_trainer(tmp_path, bf16=True, entropy_coef=0.02)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    exact = Exact.of(trainer)
+    inputs = made_up_inputs(logp=exact.logp(made_up_inputs()))
+    truth = exact.step(inputs)
+    trainer.accelerator.prepare_model(trainer.model)
+    dtypes = set()
+    trainer.model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: dtypes.add(output.dtype))
+    trls, mine = trls_step(trainer, inputs), own_step(trainer, inputs)
+    assert dtypes == {torch.bfloat16}
+    assert_as_exact_as_trl(mine, trls, truth)
 
 
 def test_training_gives_trls_log(tmp_path: Path) -> None:
-    """accumulation that differs from the steps of a generation, truncated completions masked"""
-    logs = []
+    """accumulation that differs from the steps of a generation, truncated completions masked; weights too"""
+    logs, weights = [], []
     for kind in (GRPOTrainer, FusedGRPOTrainer):
         trainer = kind(
             model=tiny_model(),
@@ -335,14 +218,22 @@ def test_training_gives_trls_log(tmp_path: Path) -> None:
             train_dataset=dataset(),
             processing_class=tokenizer(),
         )
-        trainer.train()
+        with Operations() as operations:
+            trainer.train()
+        # three steps of two micro-batches
+        assert operations.counts["rlkernels::policy_objective"] == (6 if kind is FusedGRPOTrainer else 0)
+        assert bool(operations.counts) == (kind is FusedGRPOTrainer)
         logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
+        weights.append(trainer.model.state_dict())
     assert len(logs[0]) == 3
+    assert any(0 < entry.get("completions/clipped_ratio", 0) < 1 for entry in logs[0]), "nothing was truncated"
     for mine, trls in zip(logs[1], logs[0], strict=True):
         assert set(mine) == set(trls)
         for name, value in trls.items():
             if "time" not in name:
                 assert mine[name] == pytest.approx(value, rel=1e-5, abs=1e-6, nan_ok=True), name
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-5, atol=1e-6)
 
 
 def test_a_micro_batch_without_tokens(options: Any) -> None:
@@ -425,31 +316,62 @@ def definition(
     trainer: FusedGRPOTrainer,
     objective: Any,
     reduction: str,
+    normalizer: Any,
     inputs: dict[str, Tensor],
-    temperature: float | Tensor = 0.9,
+    temperature: float | Tensor = TEMPERATURE,
 ) -> Result:
-    """From the logits of the model's own forward, in plain PyTorch and float64; undivided by any denominator."""
+    """From the logits of the model's own forward, in plain PyTorch and float64."""
     model = copy.deepcopy(trainer.model).double()
     model.forward = types.MethodType(type(model).forward, model)  # the copy's, not the trainer's with its fused head
     model.zero_grad(set_to_none=True)
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    targets = inputs["completion_ids"]
+    ids = torch.cat([inputs["prompt_ids"], targets], dim=1)
     attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    logits = model(input_ids=ids, attention_mask=attention).logits[:, -LENGTH - 1 : -1]
+    logits = model(input_ids=ids, attention_mask=attention).logits[:, -targets.shape[1] - 1 : -1]
     batch = rlkernels.PolicyBatch(
-        inputs["completion_ids"],
+        targets,
         inputs["advantages"][:, None],
         mask=inputs["completion_mask"] * inputs.get("tool_mask", 1),
-        old_logp=inputs["old_per_token_logps"],
-        ref_logp=inputs["ref_per_token_logps"],
+        old_logp=inputs.get("old_per_token_logps"),
+        ref_logp=inputs.get("ref_per_token_logps"),
         weight=inputs.get("token_weights"),
         extras={"success_rate": inputs["success_rate"]} if "success_rate" in inputs else None,
     )
+    # a mean over tokens would divide the entropy bonus too, which is a mean already
+    summed = {"token_mean": "token_sum", "seq_mean_token_sum_norm": "token_sum"}.get(reduction, reduction)
     before = rlkernels.set_backend("reference")
-    out = rlkernels.policy_loss(logits, batch, objective, reduction=reduction, normalizer=1.0, temperature=temperature)
+    out = rlkernels.policy_loss(
+        logits, batch, objective, reduction=summed, normalizer=normalizer, temperature=temperature
+    )
     out.loss.backward()
     rlkernels.set_backend(before)
     gradients = {name: parameter.grad.float() for name, parameter in model.named_parameters()}
     return out.loss.detach().float(), gradients, {name: value.item() for name, value in out.metrics.items()}
+
+
+def definition_of_own(trainer: FusedGRPOTrainer, objective: Any, inputs: dict[str, Tensor]) -> Result:
+    """Of a recipe, an instance or a callable, with the terms and denominators of the trainer's args."""
+    written, reduction, *_ = resolve(objective, None)
+    accumulation = trainer.current_gradient_accumulation_steps
+    if objective is not tis:
+        written = dataclasses.replace(
+            written,
+            kl_coef=trainer.beta,
+            kl_importance_weighted=trainer.beta > 0,  # TRL's default
+            entropy_coef=trainer.entropy_coef / accumulation,
+        )
+    rows = len(inputs["completion_ids"])
+    denominators = {
+        "token_mean": inputs["num_items_in_batch"] / trainer.args.steps_per_generation,
+        "seq_mean_token_mean": rows,
+        "seq_mean_token_sum": rows,
+        "seq_mean_token_sum_norm": rows * 12,
+        "token_sum": 1000,
+    }
+    normalizer = accumulation * denominators[reduction]
+    if objective == "bnpo":
+        normalizer = accumulation * (inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()
+    return definition(trainer, written, reduction, normalizer, inputs)
 
 
 def tis(logp: Tensor, batch: rlkernels.PolicyBatch) -> Tensor:
@@ -477,39 +399,44 @@ def test_own_objectives_match_the_definition(
     monkeypatch.setattr(shared, "beta", 0.0 if objective is tis else beta)
     monkeypatch.setattr(shared, "_own", shared._checked(objective, None))
     mine = step(shared, FusedGRPOTrainer._compute_loss, inputs)
-    recipe = resolve(objective, None)
-    written = recipe.objective
-    if objective is not tis:
-        written = dataclasses.replace(written, kl_coef=beta, kl_importance_weighted=beta > 0)  # TRL's default
-    tokens = (inputs["completion_mask"] * inputs["tool_mask"]).sum()
-    accumulation, per_generation = 3, 2
-    denominator = {
-        "token_mean": 37 * accumulation / per_generation,
-        "seq_mean_token_mean": ROWS * accumulation,
-        "seq_mean_token_sum": ROWS * accumulation,
-        "seq_mean_token_sum_norm": ROWS * 12 * accumulation,
-        "token_sum": 1000 * accumulation,
-    }[recipe.reduction]
-    if objective == "bnpo":
-        denominator = tokens * accumulation
-    expected = definition(shared, written, recipe.reduction, inputs)
-    gradients = {name: gradient / denominator for name, gradient in expected[1].items()}
-    assert_equal_steps(mine, (expected[0] / denominator, gradients, {}), metrics=False)
+    expected = definition_of_own(shared, objective, inputs)
+    assert_equal_steps(mine, expected, metrics=False)
     for name, value in expected[2].items():
         logged = mine[2][{"entropy": "entropy", "ref_kl": "kl"}.get(name, f"policy/{name}")]
         assert logged == pytest.approx([value], rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.parametrize("objective", [*rlkernels.RECIPES, tis], ids=name_of)
-def test_own_objectives_train(objective: Any, tmp_path: Path) -> None:
+def test_own_objectives_train(objective: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """and each of the trainer's own micro-batches has the definition's loss and gradients"""
     trainer = fused_trainer(
         tmp_path,
         objective=objective,
         max_steps=2,
+        num_iterations=2,
         gradient_accumulation_steps=2,
         entropy_coef=0.0 if objective is tis else 0.01,
     )
+    compute = trainer._compute_loss
+    steps = []
+
+    def compared(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        steps.append(trainer.state.global_step)
+        if objective == "kl_cov" and steps[-1] == 0:  # its penalty has a kink where the ratio is 1
+            return compute(model, inputs)
+        assert "old_per_token_logps" in inputs
+        torch.manual_seed(0)  # what a recipe draws
+        expected = definition_of_own(trainer, objective, inputs)
+        torch.manual_seed(0)
+        loss = compute(model, inputs)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        names = [name for name, _ in model.named_parameters()]
+        assert_equal_steps((loss.detach(), dict(zip(names, gradients, strict=True)), {}), expected, metrics=False)
+        return loss
+
+    monkeypatch.setattr(trainer, "_compute_loss", compared)
     trainer.train()
+    assert steps == [0, 0, 1, 1]
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logs) == 2 and all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in logs)
     assert {"entropy", "reward", "completions/mean_length", "policy/approx_kl_k1"} <= set(logs[0])
@@ -722,9 +649,8 @@ def test_loss_at_temperatures(
     monkeypatch.setattr(shared, "_own", shared._checked(objective, None))
     mine = step(shared, FusedGRPOTrainer.compute_loss, inputs)
     written = resolve(objective, None).objective
-    expected = definition(shared, written, "seq_mean_token_mean", inputs, temperatures)
-    gradients = {name: gradient / (3 * ROWS) for name, gradient in expected[1].items()}
-    assert_equal_steps(mine, (expected[0] / (3 * ROWS), gradients, {}), metrics=False)
+    expected = definition(shared, written, "seq_mean_token_mean", 3 * ROWS, inputs, temperatures)
+    assert_equal_steps(mine, expected, metrics=False)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "vespo"])

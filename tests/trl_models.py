@@ -1,4 +1,4 @@
-"""A tiny Qwen3 with a real vocabulary, its tokenizer, and the arguments of a short GRPO run."""
+"""A tiny Qwen3 with a real vocabulary, a short SmolLM2, a tokenizer, and the arguments of a short GRPO run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig
 
 VOCAB = 32768
@@ -21,7 +21,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1", pad_token="w2")
 
 
-def tiny_model(tie_word_embeddings: bool = False) -> Qwen3ForCausalLM:
+def tiny_model(tie_word_embeddings: bool = False, ends_early: bool = True) -> Qwen3ForCausalLM:
+    """Completions end early, at different lengths, where the end of a text has fifty times the others' weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -37,9 +38,33 @@ def tiny_model(tie_word_embeddings: bool = False) -> Qwen3ForCausalLM:
         dtype="float32",
     )
     model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight[1] *= 50  # completions end early, at different lengths
+    if ends_early:
+        with torch.no_grad():
+            model.lm_head.weight[1] *= 50
     return model
+
+
+def small_smollm2() -> LlamaForCausalLM:
+    """SmolLM2-135M's config, but two layers of thirty."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_theta=100000.0,
+        initializer_range=0.041666666666666664,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        dtype="float32",
+    )
+    return LlamaForCausalLM(config)
 
 
 def low_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
