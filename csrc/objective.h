@@ -159,6 +159,11 @@ struct ObjectiveTerms {
   double clipped_low, clipped_high;  // 1 or 0
 };
 
+// not 0 * -inf
+HOST_DEVICE inline double times_logp(double coefficient, double logp) {
+  return coefficient == 0 ? 0.0 : coefficient * logp;
+}
+
 template <ObjectiveKind kKind>
 HOST_DEVICE ObjectiveTerms policy_terms(const ObjectiveOptions& o, const ObjectiveToken& token, double x,
                                         double length) {
@@ -201,7 +206,7 @@ HOST_DEVICE ObjectiveTerms policy_terms(const ObjectiveOptions& o, const Objecti
   const double dratio = r.slope * y.slope;
   if (kKind == ObjectiveKind::kCispo) {
     const double w = clamped(r.value, o.ratio_min, o.ratio_max).value;
-    return {-w * a * token.logp,
+    return {times_logp(-w * a, token.logp),
             0.0,
             -w * a,
             r.value,
@@ -216,7 +221,7 @@ HOST_DEVICE ObjectiveTerms policy_terms(const ObjectiveOptions& o, const Objecti
     return {-a * (4 / tau) * gate, -a * 4 * gate * (1 - gate) * dratio, 0.0, r.value, dratio, 0.0, 0.0};
   }
   if (kKind == ObjectiveKind::kReinforce) {
-    return {a == 0 ? 0.0 : -a * token.logp, 0.0, -a, r.value, dratio, 0.0, 0.0};  // not 0 * -inf
+    return {times_logp(-a, token.logp), 0.0, -a, r.value, dratio, 0.0, 0.0};
   }
   const double capped = r.value > o.ratio_cap ? o.ratio_cap : r.value;
   const Clamped clip = clamped(r.value, o.ratio_min, o.ratio_max);

@@ -53,6 +53,10 @@ def limited_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
+def times_logp(coefficient: Tensor, logp: Tensor) -> Tensor:
+    return torch.where(coefficient == 0, 0, coefficient * logp)  # not 0 * -inf
+
+
 def level_log_ratio(tokens: Tokens, level: str) -> Tensor:
     """The log ratio of a token, or of its sequence: the mean or the sum over the trained tokens."""
     if level == "token":
@@ -336,7 +340,7 @@ class CISPO(Objective):
         ratio = limited_exp(self.clamped_log_ratio(tokens))
         weight = ratio.clamp(self.ratio_min, self.ratio_max).detach()
         return PolicyTerms(
-            -weight * tokens.advantages * tokens.logp,
+            times_logp(-weight * tokens.advantages, tokens.logp),
             ratio,
             clipped_low=ratio < (self.ratio_min or 0.0),
             clipped_high=ratio > self.ratio_max,
@@ -459,5 +463,4 @@ class Reinforce(Objective):
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
         nowhere = torch.zeros_like(tokens.mask)
         ratio = limited_exp(self.clamped_log_ratio(tokens))
-        loss = torch.where(tokens.advantages == 0, 0, -tokens.advantages * tokens.logp)  # not 0 * -inf
-        return PolicyTerms(loss, ratio, nowhere, nowhere)
+        return PolicyTerms(times_logp(-tokens.advantages, tokens.logp), ratio, nowhere, nowhere)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from rlkernels import checks
-from rlkernels.objectives import LOG_RATIO_LIMIT, Objective, PolicyTerms, Tokens, limited_exp
+from rlkernels.batch import PolicyBatch
+from rlkernels.objectives import LOG_RATIO_LIMIT, Objective, PolicyTerms, Tokens, limited_exp, times_logp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,15 @@ class VESPO(Objective):
         checks.require_number("log_weight_clamp", low, at_most=0.0)
         checks.require_number("log_weight_clamp", high, at_least=0.0, at_most=LOG_RATIO_LIMIT)
 
+    def check_batch(self, batch: PolicyBatch) -> None:
+        super().check_batch(batch)
+        if batch.policy_weight is not None:
+            given = checks.describe(batch.policy_weight)
+            raise ValueError(
+                f"policy_weight: expected None with VESPO, whose ratio takes it as old_logp - log(policy_weight), "
+                f"got {given}"
+            )
+
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
         advantages, log_ratio = tokens.advantages, self.clamped_log_ratio(tokens)
         segments = tokens.segments
@@ -62,7 +72,7 @@ class VESPO(Objective):
         decay = _by_sign(is_positive, self.lambda_pos, self.lambda_neg, log_weight)
         phi = torch.exp(k * log_weight - decay * torch.expm1(log_weight))
         nowhere = torch.zeros_like(tokens.mask)
-        return PolicyTerms(-phi * advantages * tokens.logp, limited_exp(log_ratio), nowhere, nowhere)
+        return PolicyTerms(times_logp(-phi * advantages, tokens.logp), limited_exp(log_ratio), nowhere, nowhere)
 
 
 def _by_sign(is_positive: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
@@ -106,7 +116,7 @@ class DPPO(Objective):
         weight = ratio.detach() if self.ratio_max is None else ratio.detach().clamp(max=self.ratio_max)
         too_low, too_high = self._outside(tokens)
         low, high = (advantages <= 0) & too_low, (advantages > 0) & too_high
-        loss = torch.where(low | high, 0, -weight * advantages * tokens.logp)
+        loss = torch.where(low | high, 0, times_logp(-weight * advantages, tokens.logp))
         return PolicyTerms(loss, ratio, low & (advantages < 0), high)
 
     def _outside(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -142,6 +152,6 @@ class DRO(Objective):
 
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
         log_ratio = self.clamped_log_ratio(tokens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        loss = -tokens.advantages * tokens.logp + 0.5 * self.beta * log_ratio**2
+        loss = times_logp(-tokens.advantages, tokens.logp) + 0.5 * self.beta * log_ratio**2
         nowhere = torch.zeros_like(tokens.mask)
         return PolicyTerms(loss, log_ratio.exp(), nowhere, nowhere)

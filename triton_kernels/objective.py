@@ -66,6 +66,11 @@ def scaled(value, factor):
 
 
 @triton.jit
+def times_logp(coefficient, logp):
+    return tl.where(coefficient == 0.0, 0.0, coefficient * logp)  # not 0 * -inf
+
+
+@triton.jit
 def selected_advantage(advantage, weight, policy_weight):
     # 0 selects away, so that an infinite advantage has no gradient either
     return tl.where((weight == 0.0) | (policy_weight == 0.0), 0.0, advantage)
@@ -132,7 +137,7 @@ def policy_terms(options, logp, d, x, a, rate, length, KIND: tl.constexpr, CLIPS
     dratio = dratio * y_slope
     if KIND == CISPO:
         w, _slope = clamped(ratio, ratio_min, ratio_max)
-        return -w * a * logp, nothing, -w * a, ratio, dratio, ratio < ratio_min, ratio > ratio_max
+        return times_logp(-w * a, logp), nothing, -w * a, ratio, dratio, ratio < ratio_min, ratio > ratio_max
     if KIND == SAPO:
         tau = tl.where(a > 0.0, tl.load(options + TAU_POS), tl.load(options + TAU_NEG))
         steep, _slope = clamped(-tau * (ratio - 1.0), -700.0, 700.0)
@@ -147,7 +152,7 @@ def policy_terms(options, logp, d, x, a, rate, length, KIND: tl.constexpr, CLIPS
             nowhere,
         )
     if KIND == REINFORCE:
-        return tl.where(a == 0.0, 0.0, -a * logp), nothing, -a, ratio, dratio, nowhere, nowhere  # not 0 * -inf
+        return times_logp(-a, logp), nothing, -a, ratio, dratio, nowhere, nowhere
     ratio_cap = tl.load(options + RATIO_CAP)
     clip, clip_slope = clamped(ratio, ratio_min, ratio_max)
     free = -tl.where(ratio > ratio_cap, ratio_cap, ratio) * a

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlkernels import checks
 from rlkernels.batch import PolicyBatch
 from rlkernels.losses import logp_policy_loss
-from rlkernels.objectives import LUSPO, NFT, Objective
+from rlkernels.objectives import CISPO, LUSPO, NFT, Objective
 from rlkernels.recipes import resolve
 from rlkernels.reductions import Normalizer
 from rlkernels.token_loss import PolicyLoss
@@ -69,6 +69,11 @@ def imported(module: str, install: str) -> Any:
         if not f"{module}.".startswith(f"{error.name}."):  # one that the trainer itself lacks
             raise
         raise ImportError(f"{module} is missing: {install}") from None
+
+
+def cispo(clip_low: float, clip_high: float, **fields: Any) -> CISPO:
+    """Of trainers whose bounds are 1 -+ these."""
+    return CISPO(ratio_min=max(0.0, 1 - clip_low), ratio_max=1 + clip_high, **fields)
 
 
 def refuse_correction(setting: str, expected: object, value: object, objective: Objective) -> None:

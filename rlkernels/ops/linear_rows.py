@@ -309,7 +309,8 @@ def _exponentials_in_place(logits: Rows, maximum: Tensor, tile: Tile, kernels: A
     """`e^(z - max) dz/dx` in the logits' place, 0 in the target's column: lse's gradient times s."""
     values = logits.logits[0]
     dtype = compute_dtype(values.dtype)
-    maximum = maximum.to(dtype).contiguous()
+    # of columns that are all -inf so far each exponential is 0, not e^(-inf + inf)
+    maximum = torch.where(maximum == -torch.inf, 0, maximum).to(dtype)
     none, ones = torch.zeros_like(maximum), torch.ones_like(maximum)
     kernels.token_stats_backward(
         logits,
