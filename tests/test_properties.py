@@ -544,7 +544,9 @@ def test_losses(backend: str) -> None:
         single = evaluate(tokens, layout, torch.float32)
         rlkernels.set_backend("reference")
         assert_results(actual, evaluate(tokens, layout, torch.float64), 1e-9)
-        for result in (actual, single):
+        # an estimate of up to e^80 times a ratio of up to e^80 is more than float32 holds
+        product = tokens.objective.kl_importance_weighted and tokens.objective.kl_clamp is None
+        for result in (actual,) if product else (actual, single):
             assert all(value.isfinite().all() for value in result[:3])
             assert all(value.isfinite() for value in result.metrics.values())
 
