@@ -519,15 +519,14 @@ def test_B42_on_policy_from_hidden_states(dtype: torch.dtype, backend: str, gene
     """With the same chunks: PyTorch's GEMMs, which make the logits, go by the number of their rows."""
     hidden, weight = leaf(2, 4, 16, generator=generator, dtype=dtype), leaf(601, 16, generator=generator, dtype=dtype)
     targets = labels(2, 4, vocab=601, generator=generator)
-    for chunk_bytes in (1, 16 << 10, None):
+    for chunk_bytes in (1, None):
         with torch.no_grad():
             old_logp = linear_token_stats(hidden, weight, targets, chunk_bytes=chunk_bytes).logp
         batch = PolicyBatch(targets, on_device([1.0, -1.0]), old_logp=old_logp)
         for head_is_frozen in (False, True):
             head = weight.detach() if head_is_frozen else weight
-            for objective in ("dapo", "gspo"):
-                out = linear_policy_loss(hidden, head, batch, objective, chunk_bytes=chunk_bytes)
-                assert_on_policy(out.metrics)
+            out = linear_policy_loss(hidden, head, batch, "dapo", chunk_bytes=chunk_bytes)
+            assert_on_policy(out.metrics)
 
 
 def assert_on_policy(metrics: rlkernels.Metrics) -> None:
