@@ -30,7 +30,7 @@ def row_stats(rows: Rows) -> RowStats:
     # p log p is 0 where p is 0; the product itself would be 0 * -inf
     finite_log_probs = log_probs.masked_fill(z == -torch.inf, 0.0)
     row_max = z.amax(dim=-1)
-    nowhere = row_max.isinf()  # a row that is -inf throughout, or holds +inf, has no distribution
+    nowhere = ~row_max.isfinite()  # a row that is -inf throughout, or holds +inf or NaN, has no distribution
 
     def zero_if_ignored(value: Tensor) -> Tensor:
         return torch.where(used, value, torch.zeros_like(value))

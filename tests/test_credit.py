@@ -37,27 +37,6 @@ def counts_of(rows: list[list[int]], groups: int | list[int], padding: int = 0) 
     return [counts[i, : len(row)].tolist() for i, row in enumerate(rows)]
 
 
-PREFIX_CASES = {
-    "P1-duplicates": ([[1, 2], [1, 2], [3]], 3, [[2, 2], [2, 2], [1]]),
-    "P2-strict-prefix": ([[1], [1, 2]], 2, [[2], [2, 1]]),
-    "P3-padding-is-a-token": ([[1], [1, 0]], 2, [[2], [2, 1]]),
-    "P4-groups-never-mix": ([[1, 2], [1, 2], [1, 2]], [7, -3, 7], [[2, 2], [1, 1], [2, 2]]),
-    "P5-diverge-and-meet": ([[1, 2, 3], [1, 9, 3]], 2, [[2, 1, 1], [2, 1, 1]]),
-    "P6-ragged-groups": ([[5], [5, 6], [], [5, 6]], [0, 1, 1, 1], [[1], [2, 2], [], [2, 2]]),
-    "P6-group-of-one": ([[1, 1, 1]], 1, [[1, 1, 1]]),
-    # equal modulo 2^32: a 32-bit hash or cast would join them
-    "P7-wide-ids": ([[1], [1 + 2**32], [2**31], [-(2**31)]], 4, [[1], [1], [1], [1]]),
-    # tool output is part of a response's identity; that it is not trained is the loss mask's business
-    "P8-tool-tokens-count": ([[1, 50, 2], [1, 60, 2]], 2, [[2, 1, 1], [2, 1, 1]]),
-}
-
-
-@pytest.mark.parametrize("name", PREFIX_CASES)
-def test_prefix_case(name: str, backend: str) -> None:
-    rows, groups, expected = PREFIX_CASES[name]
-    assert counts_of(rows, groups) == expected
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), max_size=9)), max_size=9),
