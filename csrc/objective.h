@@ -160,7 +160,7 @@ struct ObjectiveTerms {
 };
 
 // not 0 * -inf
-HOST_DEVICE inline double times_logp(double coefficient, double logp) {
+HOST_DEVICE double times_logp(double coefficient, double logp) {
   return coefficient == 0 ? 0.0 : coefficient * logp;
 }
 

@@ -66,7 +66,8 @@ def policy_loss(
             `token_sum` or `none`; None: the recipe's.
         normalizer: replaces the reduction's denominator (see `global_normalizer`); a number or 0-d tensor, >= 0. 0, the
             count of an empty batch, gives the loss 0 of one.
-        temperature, softcap, logit_scale: as in `token_stats`; a `[B]` temperature goes by sequence.
+        temperature, softcap, logit_scale: as in `token_stats`; a `[B]` temperature goes by sequence, and so does
+            `[B, 1]` of packed ones, where `[B]` is taken for one a token if B = N.
         vocab_start, tp_group: as in `token_stats`; the batch and the loss are the same on every rank.
         cp_group: process group over whose ranks every sequence's tokens are spread: each has all B sequences, of each
             its own tokens (as many as it has; none is fine too), and what is given by sequence is the same on every
@@ -381,7 +382,10 @@ def _rows_of_batch(
     if batch.targets is None or batch.mask is None:
         raise ValueError("batch: expected targets, got None")
     segments = batch.check_against(tuple(batch.targets.shape), batch.targets.device).across(cp_group)
-    if isinstance(temperature, Tensor) and batch.cu_seqlens is not None and temperature.ndim == 1:
-        checks.require_shape("temperature", temperature, (segments.count,), (segments.tokens,))
-        temperature = batch.per_token(temperature, segments, temperature.dtype).reshape(batch.targets.shape)
+    if isinstance(temperature, Tensor) and batch.cu_seqlens is not None and temperature.ndim > 0:
+        by_token, by_sequence = (segments.shape, (segments.tokens,)), ((segments.count,), (segments.count, 1))
+        checks.require_shape("temperature", temperature, *by_token, *by_sequence)
+        if tuple(temperature.shape) not in by_token:
+            temperature = segments.expand(temperature.reshape(-1))
+        temperature = temperature.reshape(segments.shape)
     return segments, torch.where(batch.mask, batch.targets, IGNORE_INDEX), temperature

@@ -130,6 +130,23 @@ def test_any_chunk_on_every_backend(
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["all-gradients", "frozen-head"])
+def test_first_tiles_outside_of_the_vocabulary(frozen: bool, generator: Generator) -> None:
+    """-inf in more columns than a tile has"""
+    vocab, absent = 200_000, 150_000
+    hidden = torch.randn(3, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(vocab, 4, generator=generator, dtype=torch.float64, requires_grad=not frozen)
+    bias = torch.zeros(vocab, dtype=torch.float64)
+    bias[:absent] = -torch.inf
+    targets = torch.tensor([absent, vocab - 1, absent + 7])
+    stats = rlkernels.linear_token_stats(hidden, weight, targets, bias=bias, chunk_bytes=32 << 20)
+    exact = torch.log_softmax(hidden @ weight.detach()[absent:].T, dim=-1)[range(3), targets - absent]
+    (expected,) = torch.autograd.grad(exact.sum(), hidden)
+    (dhidden,) = torch.autograd.grad(stats.logp.sum(), hidden)
+    torch.testing.assert_close(stats.logp, exact, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(dhidden, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all-gradients", "frozen-head"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_gradients_formed_in_forward(
     name: str, frozen: bool, generator: Generator, monkeypatch: pytest.MonkeyPatch

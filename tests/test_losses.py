@@ -332,13 +332,52 @@ def test_advantage_forms_agree(form: str) -> None:
     assert loss == pytest.approx(0.5)
 
 
-def test_per_sequence_temperature_of_packed_tokens(generator: Generator) -> None:
+@pytest.mark.parametrize("layout", [(6,), (1, 6)], ids=str)
+@pytest.mark.parametrize("form", [(2,), (2, 1), (6,), (1, 6)], ids=str)
+def test_temperatures_of_packed_tokens(form: tuple[int, ...], layout: tuple[int, ...], generator: Generator) -> None:
     logits = torch.randn(6, 9, generator=generator)
     targets = torch.randint(0, 9, (6,), generator=generator)
-    batch = PolicyBatch(targets, torch.ones(2), cu_seqlens=torch.tensor([0, 2, 6]))
-    out = rlkernels.policy_loss(logits, batch, temperature=torch.tensor([0.5, 2.0]))
+    batch = PolicyBatch(targets.view(layout), torch.ones(2), cu_seqlens=torch.tensor([0, 2, 6]))
     per_token = torch.tensor([0.5] * 2 + [2.0] * 4)
-    assert torch.equal(out.logp, rlkernels.token_stats(logits, targets, temperature=per_token).logp)
+    if 6 in form:
+        per_token = temperature = torch.rand(6, generator=generator) + 0.5
+    else:
+        temperature = torch.tensor([0.5, 2.0])
+    if form == (1, 6) and layout == (6,):
+        with pytest.raises(ValueError, match="temperature: expected shape"):
+            rlkernels.policy_loss(logits, batch, temperature=temperature.view(form))
+        return
+    out = rlkernels.policy_loss(logits.view(*layout, 9), batch, temperature=temperature.view(form))
+    expected = rlkernels.token_stats(logits, targets, temperature=per_token).logp
+    assert torch.equal(out.logp.view(-1), expected)
+
+
+def test_one_sequence_a_token() -> None:
+    """`[B]` where B = N is by token, `[B, 1]` by sequence."""
+    logits, targets = torch.tensor([[0.0, 1.0]] * 2), torch.tensor([0, 0])
+    batch = PolicyBatch(targets, torch.ones(2, 1), cu_seqlens=torch.tensor([0, 2, 2]))
+    by_token = rlkernels.policy_loss(logits, batch, temperature=torch.tensor([0.5, 2.0])).logp
+    by_sequence = rlkernels.policy_loss(logits, batch, temperature=torch.tensor([[0.5], [2.0]])).logp
+    assert by_token[0] != by_token[1] and by_sequence[0] == by_sequence[1] == by_token[0]
+
+
+@pytest.mark.parametrize("name", [name for name in rlkernels.RECIPES if name not in ("nft", "dr_grpo", "lambda_grpo")])
+def test_impossible_token_of_no_advantage(name: str, backend: str) -> None:
+    """Zero advantage times a log-probability of -inf is no loss."""
+    logits = torch.zeros(1, 2, 5)
+    logits[0, 0, 4] = -torch.inf
+    logits.requires_grad_()
+    batch = PolicyBatch(torch.tensor([[4, 1]]), torch.tensor([[0.0, 1.0]]), old_logp=torch.full((1, 2), -1.0))
+    if rlkernels.RECIPES[name].objective.level == "token" and name not in ("gmpo", "vespo"):
+        loss = rlkernels.policy_loss(logits, batch, name).loss
+        assert torch.isfinite(loss)
+        assert torch.isfinite(torch.autograd.grad(loss, logits)[0]).all()
+
+
+def test_vespo_refuses_a_weight_outside_of_its_ratio() -> None:
+    batch = PolicyBatch(None, torch.ones(1), policy_weight=torch.ones(1, 2))
+    with pytest.raises(ValueError, match="policy_weight: expected None with VESPO"):
+        rlkernels.logp_policy_loss(-torch.ones(1, 2), batch, "vespo")
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -406,6 +406,22 @@ def test_own_objectives_match_the_definition(
         assert logged == pytest.approx([value], rel=1e-4, abs=1e-5), name
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_vespo_takes_vllms_correction_into_its_ratio(level: str, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """as TRL's does"""
+    trainer = options(loss_type="vespo", use_vllm=True, vllm_importance_sampling_correction=True)
+    inputs = made_up_inputs(with_tools=True)
+    is_padding = inputs["completion_mask"] * inputs["tool_mask"] == 0
+    ratio = inputs["importance_sampling_ratio"].masked_fill(is_padding, 1.0)
+    inputs["importance_sampling_ratio"] = ratio if level == "token" else ratio[:, :1]
+    expected = step(trainer, GRPOTrainer._compute_loss, inputs)
+    adapter.patch()
+    monkeypatch.setattr(trainer.args, "loss_type", "dapo")
+    monkeypatch.setattr(trainer, "_own", trainer._checked("vespo", None))
+    mine = step(trainer, FusedGRPOTrainer._compute_loss, inputs)
+    assert_equal_steps(mine, expected, metrics=False)
+
+
 @pytest.mark.parametrize("objective", [*rlkernels.RECIPES, tis], ids=name_of)
 def test_own_objectives_train(objective: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """and each of the trainer's own micro-batches has the definition's loss and gradients"""
@@ -449,7 +465,9 @@ def test_own_objectives_train(objective: Any, tmp_path: Path, monkeypatch: pytes
         ({"objective": "no_such"}, "objective: expected one of"),
         ({"reduction": "token_mean"}, "reduction: expected None without an objective"),
         ({"objective": "grpo", "reduction": "none"}, "reduction: expected one of token_mean"),
-        ({"objective": "grpo", "delta": 1.5}, "delta: expected None with an objective, got 1.5"),
+        ({"objective": "grpo", "delta": 1.5}, "delta: expected None with an objective, which has fields .*, got 1.5"),
+        ({"objective": "gmpo", "epsilon": 0.1}, "epsilon: expected 0.2 with an objective"),
+        ({"objective": "gmpo", "loss_type": "bnpo"}, "loss_type: expected 'dapo' with an objective"),
         ({"objective": "grpo", "top_entropy_quantile": 0.2}, "top_entropy_quantile: expected 1.0"),
         ({"objective": "grpo", "off_policy_mask_threshold": 0.2}, "off_policy_mask_threshold: expected None"),
         ({"objective": "grpo", "use_adaptive_entropy": True}, "use_adaptive_entropy: expected False"),

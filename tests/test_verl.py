@@ -200,14 +200,13 @@ def test_bypass_mode_refuses(generator: Generator) -> None:
 def test_those_that_verl_lacks(name: str, generator: Generator) -> None:
     """The recipe itself, with verl's clip range and the whole batch's denominator."""
     batch = random_batch(generator)
-    weights = torch.rand(6, 9, generator=generator, dtype=torch.float64) + 0.5 if name == "rlk_vespo" else None
-    loss, gradient, _ = evaluate(name, batch, "seq-mean-token-sum", configuration(GLOBAL), rollout_is_weights=weights)
+    loss, gradient, _ = evaluate(name, batch, "seq-mean-token-sum", configuration(GLOBAL))
     objectives = {
         "rlk_gspo": rlkernels.GSPO(clip_low=0.15, clip_high=0.25),
         "rlk_luspo": rlkernels.LUSPO(clip_low=0.15, clip_high=0.25),
         "rlk_vespo": rlkernels.VESPO(),
     }
-    old = batch["old_log_prob"] if weights is None else batch["old_log_prob"] - weights.log()
+    old = batch["old_log_prob"]
     recipe = rlkernels.PolicyBatch(None, batch["advantages"], mask=batch["response_mask"], old_logp=old)
     out = rlkernels.logp_policy_loss(
         batch["log_prob"], recipe, objectives[name], reduction="seq_mean_token_sum", normalizer=48 / 4
@@ -239,6 +238,8 @@ def test_bad_configurations(generator: Generator) -> None:
         evaluate("rlk_grpo", batch, "mean", configuration())
     with pytest.raises(ValueError, match="config: expected"):
         evaluate("rlk_grpo", batch, "token-mean", None)
+    with pytest.raises(ValueError, match="rollout_is_weights: expected None with VESPO"):
+        evaluate("rlk_vespo", batch, "token-mean", configuration(), rollout_is_weights=torch.ones(6, 9))
     with pytest.raises(ValueError, match="dro_beta: expected"):
         evaluate("rlk_dro", batch, "token-mean", configuration(policy_loss={"dro_beta": None}))
 

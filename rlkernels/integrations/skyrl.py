@@ -20,6 +20,7 @@ from rlkernels.covariance_objectives import ClipCov, KLCov
 from rlkernels.integrations.adapter import (
     Choice,
     chosen_objective,
+    cispo,
     corrected_loss,
     imported,
     named_reduction,
@@ -65,7 +66,7 @@ def _cispo(config: Any) -> CISPO:
     if anchor != "old":
         raise ValueError(f"cispo.cispo_anchor: expected 'old' for rlk_cispo, got {anchor!r}")
     low, high = config.cispo.cispo_eps_clip_low, config.cispo.cispo_eps_clip_high
-    return CISPO(ratio_min=max(0.0, 1 - low), ratio_max=1 + high, log_ratio_clamp=_LOG_RATIO_CLAMP)
+    return cispo(low, high, log_ratio_clamp=_LOG_RATIO_CLAMP)
 
 
 def _dppo(config: Any) -> DPPO:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from rlkernels import checks
 from rlkernels.batch import PolicyBatch
-from rlkernels.integrations.adapter import Choice, chosen_objective, refuse_correction
+from rlkernels.integrations.adapter import Choice, chosen_objective, cispo, refuse_correction
 from rlkernels.integrations.nemo_rl.metrics import Mean, Tokens, interfaces, normalizers, ratios, rollout_errors
 from rlkernels.losses import logp_policy_loss
-from rlkernels.objectives import CISPO, GRPO, GSPO, LUSPO, Objective, Reinforce
+from rlkernels.objectives import GRPO, GSPO, LUSPO, Objective, Reinforce
 
 _FIELDS = (
     "disable_ppo_ratio",
@@ -185,7 +185,7 @@ class _Correction(NamedTuple):
 def _objective(cfg: Any) -> Objective:
     low, high = cfg.ratio_clip_min, cfg.ratio_clip_max
     if cfg.use_cispo:
-        return CISPO(ratio_min=1 - low, ratio_max=1 + high)
+        return cispo(low, high)
     if cfg.disable_ppo_ratio and not cfg.force_on_policy_ratio:
         return Reinforce()
     by_sequence = cfg.sequence_level_importance_ratios and not cfg.force_on_policy_ratio

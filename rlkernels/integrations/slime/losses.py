@@ -11,11 +11,11 @@ from torch import Tensor
 
 from rlkernels import checks
 from rlkernels.batch import PolicyBatch
-from rlkernels.integrations.adapter import Choice, chosen_objective, named_reduction, refuse_correction
+from rlkernels.integrations.adapter import Choice, chosen_objective, cispo, named_reduction, refuse_correction
 from rlkernels.integrations.slime.package import function_at, parallel_state, slimes
 from rlkernels.integrations.slime.tokens import ResponseTokens, log_probs_and_entropy, response_tokens
 from rlkernels.losses import logp_policy_loss, logp_policy_terms
-from rlkernels.objectives import CISPO, GRPO, GSPO, Objective
+from rlkernels.objectives import GRPO, GSPO, Objective
 
 Reducer = Callable[[Tensor], Tensor]
 Loss = Callable[[Namespace, dict[str, Any], Tensor, Reducer], tuple[Tensor, dict[str, Tensor]]]
@@ -91,7 +91,7 @@ def policy_loss_of(objective: Choice) -> Loss:
 def _configured(args: Namespace) -> Objective:
     clip = {"clip_low": args.eps_clip, "clip_high": args.eps_clip_high}
     if args.advantage_estimator == "cispo":
-        return CISPO(ratio_min=max(0.0, 1 - args.eps_clip), ratio_max=1 + args.eps_clip_high)
+        return cispo(args.eps_clip, args.eps_clip_high)
     return (GSPO if args.advantage_estimator == "gspo" else GRPO)(**clip, dual_clip=args.eps_clip_c)
 
 

@@ -36,6 +36,8 @@ class SamplingTrainer(GRPOTrainer):
     def _padded(self, temperatures: list[Any], completion_ids: list[list[int]]) -> Tensor:
         if len(temperatures) != len(completion_ids):
             raise ValueError(f"temperatures: expected {len(completion_ids)}, one a completion, got {len(temperatures)}")
+        if any(values is None for values in temperatures):
+            raise ValueError("temperatures: expected numbers for every completion, got None")
         rows = [torch.as_tensor(values, dtype=torch.float32) for values in temperatures]
         for row, ids in zip(rows, completion_ids, strict=True):
             if tuple(row.shape) not in ((), (len(ids),)):

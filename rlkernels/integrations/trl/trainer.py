@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from rlkernels import checks
 from rlkernels.batch import PolicyBatch
@@ -21,6 +21,7 @@ from rlkernels.metrics import Metrics
 from rlkernels.objectives import CISPO, GRPO, NFT, SAPO, Objective
 from rlkernels.recipes import ObjectiveFunction, Recipe, resolve
 from rlkernels.reductions import Normalizer
+from rlkernels.weighted_objectives import VESPO
 
 
 class _Sum(NamedTuple):
@@ -50,6 +51,25 @@ _SUM_OF_REDUCTION = {
 }
 
 
+# arguments of TRL's that have no meaning for another objective
+_OF_TRLS_LOSS = (
+    "loss_type",
+    "importance_sampling_level",
+    "epsilon",
+    "epsilon_high",
+    "delta",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
+    "top_entropy_quantile",
+    "off_policy_mask_threshold",
+    "use_adaptive_entropy",
+)
+
+
 class FusedGRPOTrainer(CreditTrainer):
     """TRL's `GRPOTrainer` whose loss, from hidden states to scalar, is `linear_policy_loss` inside the model's forward.
 
@@ -59,7 +79,10 @@ class FusedGRPOTrainer(CreditTrainer):
     patched head.
 
     With `objective` the policy term is this package's. `args` still says `beta` and `use_bias_correction_kl` (the KL
-    term), `entropy_coef`, and how samples are drawn; denominators are TRL's under accumulation: tokens of the
+    term, which is multiplied by the objective's own ratio where TRL multiplies it by its), `entropy_coef`, and how
+    samples are drawn; vLLM's correction is the batch's `policy_weight`, but of VESPO, whose ratio takes it. `clip_cov`
+    and `kl_cov` see one micro-batch at a time. A callable applies `batch.weight` and `batch.policy_weight` itself, as
+    in `policy_loss`. Denominators are TRL's under accumulation: tokens of the
     accumulation window for `token_mean`, as TRL's dapo ("bnpo" takes a micro-batch's own, as TRL's), rows for
     `seq_mean_*`, rows x `max_completion_length` for `seq_mean_token_sum_norm`. `metrics` of `PolicyLoss` are logged as
     `policy/...`, its entropy and KL under TRL's names.
@@ -84,8 +107,8 @@ class FusedGRPOTrainer(CreditTrainer):
     `NFT` takes rewards > 0 for correct answers: in place of TRL's advantages, and for its `success_rate`.
 
     Raises:
-        TypeError, ValueError: `objective` or `reduction` of a wrong kind, or beside an argument of TRL's that has no
-            meaning for it (`delta`, `top_entropy_quantile`, `off_policy_mask_threshold`, `use_adaptive_entropy`).
+        TypeError, ValueError: `objective` or `reduction` of a wrong kind, or beside an argument of TRL's loss that has
+            no meaning for it and is not at its default (`loss_type`, `epsilon`, `delta`, `top_entropy_quantile`, ...).
 
     Example:
         >>> from rlkernels.integrations.trl import FusedGRPOTrainer  # doctest: +SKIP
@@ -128,10 +151,13 @@ class FusedGRPOTrainer(CreditTrainer):
         recipe = resolve(objective, reduction)
         if recipe.reduction not in _SUM_OF_REDUCTION:
             raise ValueError(f"reduction: expected one of {', '.join(_SUM_OF_REDUCTION)}, got {recipe.reduction!r}")
-        without = {"delta": None, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None}
-        for name, value in (without | {"use_adaptive_entropy": False}).items():
-            if getattr(self.args, name) != value:
-                raise ValueError(f"{name}: expected {value} with an objective, got {getattr(self.args, name)!r}")
+        presets = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+        for name in _OF_TRLS_LOSS:
+            if getattr(self.args, name) != presets[name]:
+                raise ValueError(
+                    f"{name}: expected {presets[name]!r} with an objective, which has fields of its own, "
+                    f"got {getattr(self.args, name)!r}"
+                )
         if isinstance(recipe.objective, Objective):
             fields = {field.name: field.default for field in dataclasses.fields(Objective)}
             for name in ("kl_coef", "kl_importance_weighted", "entropy_coef", "entropy_reduction"):
@@ -177,14 +203,20 @@ class FusedGRPOTrainer(CreditTrainer):
     def _batch(self, inputs: dict[str, Any], mask: Tensor) -> PolicyBatch:
         ids, advantages = inputs["completion_ids"], inputs["advantages"]
         corrected = self.use_vllm and self.vllm_importance_sampling_correction
+        old_logp, policy_weight = inputs.get("old_per_token_logps"), None
+        if corrected and self._own is not None and isinstance(self._own[0].objective, VESPO):
+            assert old_logp is not None  # TRL corrects from it to the sampler's
+            old_logp = old_logp - _log_by_token(inputs["importance_sampling_ratio"], mask)
+        elif corrected:
+            policy_weight = inputs["importance_sampling_ratio"]
         return PolicyBatch(
             ids,
             advantages.unsqueeze(1) if advantages.ndim == 1 else advantages,
             mask=mask,
-            old_logp=inputs.get("old_per_token_logps"),
+            old_logp=old_logp,
             ref_logp=inputs.get("ref_per_token_logps"),
             weight=inputs.get("token_weights"),
-            policy_weight=inputs["importance_sampling_ratio"] if corrected else None,
+            policy_weight=policy_weight,
             extras={"success_rate": inputs["success_rate"]} if "success_rate" in inputs else None,
             # a GPU waits here, as in TRL's own selection of rows
             rows=None if ids.device.type == "cpu" else mask.flatten().nonzero().squeeze(1),
@@ -248,6 +280,14 @@ class FusedGRPOTrainer(CreditTrainer):
         names = {"entropy": "entropy", "ref_kl": "kl"}
         for name, value in metrics.items():
             log[names.get(name, f"policy/{name}")].append(value.item())
+
+
+def _log_by_token(ratio: Tensor, mask: Tensor) -> Tensor:
+    """`[B, T]` of a ratio `[B, T]` or, of whole sequences, `[B, 1]`: what adds up over a sequence to its logarithm."""
+    logarithm = ratio.clamp(min=1e-8).log()
+    if ratio.shape != mask.shape:
+        logarithm = logarithm / mask.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(mask != 0, logarithm, 0)
 
 
 class _Scored:

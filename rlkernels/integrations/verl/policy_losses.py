@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlkernels.batch import PolicyBatch
 from rlkernels.covariance_objectives import ClipCov, KLCov
+from rlkernels.integrations.adapter import cispo, refuse_correction
 from rlkernels.integrations.verl.package import imported
 from rlkernels.losses import logp_policy_loss
 from rlkernels.objectives import CISPO, GMPO, GRPO, GSPO, LUSPO, SAPO, GSPOToken, Objective, Reinforce
@@ -62,7 +63,7 @@ def _gmpo(config: Any) -> GMPO:
 
 def _cispo(config: Any) -> CISPO:
     low, high = _clip(config)
-    return CISPO(ratio_min=1 - low, ratio_max=1 + high, log_ratio_clamp=_LOG_RATIO_CLAMP)
+    return cispo(low, high, log_ratio_clamp=_LOG_RATIO_CLAMP)
 
 
 def _sapo(config: Any) -> SAPO:
@@ -164,8 +165,8 @@ def _as_verl_calls_it(name: str, loss: _PolicyLoss) -> Callable[..., tuple[Tenso
         objective = loss.objective(config)
         mode = loss.mode or loss_agg_mode
         policy_weight = rollout_is_weights
-        if rollout_is_weights is not None and isinstance(objective, VESPO):
-            old_log_prob, policy_weight = old_log_prob - rollout_is_weights.clamp(min=1e-8).log(), None
+        if rollout_is_weights is not None:
+            refuse_correction("rollout_is_weights", None, "weights", objective)
         if rollout_is_weights is not None and isinstance(objective, GMPO):
             policy_weight = _geometric_mean(rollout_is_weights, response_mask)
         batch = PolicyBatch(None, advantages, mask=response_mask, old_logp=old_log_prob, policy_weight=policy_weight)
