@@ -410,7 +410,7 @@ def test_masked_tokens_cannot_be_felt(name: str, garbage: float, generator: Gene
             old_logp=draw(),
             ref_logp=draw(),
             weight=draw().abs(),
-            policy_weight=draw().abs(),
+            policy_weight=None if name == "vespo" else draw().abs(),  # which refuses it
             extras={"success_rate": draw().abs()},
         )
         out = rlkernels.logp_policy_loss(
