@@ -32,6 +32,7 @@ from ranks import (
     group,
     leaf,
     on_each_backend,
+    raised,
     some_targets,
     whole_batch,
 )
@@ -566,6 +567,30 @@ def sizes_are_exchanged_once_where_values_are_not_checked(rank: int, world: int)
             actual = token_stats(logits[:rows, own], targets[:rows], tp_group=group())
             close(actual.logp, token_stats(logits[:rows], targets[:rows]).logp)
         assert exchange.call_count == 2
+
+
+@case
+def no_second_derivatives_across_ranks(rank: int, world: int) -> None:
+    """Of a sequence's parts a second derivative has the other ranks' tokens in it, which no graph holds."""
+    logp = leaf(drawn(2, 3, dtype=torch.float64))
+    batch = PolicyBatch(None, torch.ones(2))
+    objectives = (rlkernels.GMPO(), rlkernels.GSPO(), rlkernels.GRPO())
+    losses = [rlkernels.logp_policy_loss(logp, batch, objective, cp_group=group()).loss for objective in objectives]
+    previous = rlkernels.set_backend("reference")
+    losses += [rlkernels.logp_policy_loss(logp, batch, objective, cp_group=group()).loss for objective in objectives]
+    losses.append(rlkernels.logp_policy_loss(logp, batch, "gspo", reduction="none", cp_group=group()).loss)
+    for loss in losses:
+        message = raised(lambda loss=loss: torch.autograd.grad(loss.sum(), logp, create_graph=True))
+        assert "cp_group: its gradient cannot be differentiated again" in message, message
+    targets = torch.zeros(2, dtype=torch.int64)
+    stats = (
+        token_stats(logp, targets, tp_group=group()),
+        linear_token_stats(logp, torch.ones(2, 3, dtype=torch.float64), targets, tp_group=group()),
+    )
+    for some in stats:
+        message = raised(lambda some=some: torch.autograd.grad(some.logp.sum(), logp, create_graph=True))
+        assert "tp_group: its gradient cannot be differentiated again" in message, message
+    rlkernels.set_backend(previous)
 
 
 @case
