@@ -76,6 +76,14 @@ def agree(
 
 
 @untraced
+def agree_on(name: str, group: dist.ProcessGroup | None, device: torch.device, alike: dict[str, Any]) -> None:
+    """Raises on every rank of `group`, or of all ranks, if one says something else of what has to be `alike`."""
+    told: Any = dist.group.WORLD if group is None else group
+    check_group(name, told)
+    _tell(name, told, _Report(alike=tuple(alike.items())), checks.values_are_checked(device))
+
+
+@untraced
 def _agree(
     check: Callable[[int], Arguments],
     facts: Callable[..., Facts],

@@ -600,6 +600,28 @@ def metrics_that_are_means_alone(rank: int, world: int) -> None:
 
 
 @case
+def other_metrics_raise_on_every_rank(rank: int, world: int) -> None:
+    one, two = torch.ones(()), torch.full((), 2.0)
+    plain = {"kl": (one, two), "entropy": (one, two)}
+    got = "on every rank, got kl, entropy on rank 0,"
+    others = {
+        f"means {got} kl, entropy, weight on rank 1": rlkernels.Metrics({**plain, "weight": (one, one)}),
+        f"means {got} entropy, kl on rank 1": rlkernels.Metrics(dict(reversed(plain.items()))),
+        "maxima on every rank, got none on rank 0, ratio on rank 1": rlkernels.Metrics(plain, maxima={"ratio": one}),
+        "dtype of metrics on every rank": rlkernels.Metrics(dict.fromkeys(plain, (one.double(), two.double()))),
+    }
+    for text, other in others.items():
+        message = raised((other if rank == 1 else rlkernels.Metrics(plain)).all_reduce)
+        assert f"group: expected the same {text}" in message, message
+    assert rlkernels.Metrics(plain).all_reduce()["kl"] == 0.5
+    unchecked = mock.patch.object(checks, "values_are_checked", lambda device: False)
+    with unchecked, mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
+        for name in ("x", "x", "y", "x"):
+            rlkernels.Metrics({name: (one, two)}).all_reduce(group())
+        assert exchange.call_count == 2
+
+
+@case
 def two_collectives_for_any_number_of_rows(rank: int, world: int) -> None:
     own = columns_of(rank, WIDTHS[world][0])
     logits, targets = leaf(drawn(6, VOCAB, dtype=torch.float32)[:, own]), some_targets(6)
