@@ -76,6 +76,14 @@ def agree(
 
 
 @untraced
+def agree_on(name: str, group: dist.ProcessGroup | None, device: torch.device, alike: dict[str, Any]) -> None:
+    """Raises on every rank of `group`, or of all ranks, if one says something else of what has to be `alike`."""
+    told: Any = dist.group.WORLD if group is None else group
+    check_group(name, told)
+    _tell(name, told, _Report(alike=tuple(alike.items())), checks.values_are_checked(device))
+
+
+@untraced
 def _agree(
     check: Callable[[int], Arguments],
     facts: Callable[..., Facts],
@@ -137,15 +145,29 @@ def _report_of_shard(known: Facts, rows: Rows | LinearRows, alike: dict[str, Any
     assert known.rows is not None
     selected = None if known.selected is None else known.selected.numel()
     alike = {**alike, "rows": known.rows.targets.shape[0], "selected rows": selected, **known.rows.sizes()}
+    alike["ignore_index"] = rows.ignore_index
     if checks.values_are_checked(known.device):
         alike["checksum of targets"] = _checksum(rows.targets)
         if known.selected is not None:
-            alike["checksum of selected rows"] = _checksum(known.selected)
+            alike["checksum of selected rows"] = _checksum(known.selected.to(torch.int64))
+        temperature = rows.temperature
+        if temperature.numel() > 1:
+            temperature = temperature[rows.targets != rows.ignore_index]
+        alike["temperature"] = _told_of(temperature)
+        alike["softcap"], alike["logit_scale"] = _told_of(rows.softcap), _told_of(rows.logit_scale)
     return _Report(None, rows.columns, vocab_start, tuple(alike.items()))
 
 
 def _checksum(values: Tensor) -> int:
-    return zlib.crc32(values.contiguous().cpu().numpy().tobytes())
+    return zlib.crc32(values.detach().contiguous().cpu().numpy().tobytes())
+
+
+def _told_of(numbers: Tensor | None) -> str | None:
+    if numbers is None:
+        return None
+    if numbers.numel() == 1:
+        return str(numbers.item())
+    return f"{numbers.numel()} numbers of checksum {_checksum(numbers)}"
 
 
 def _tell(name: str, group: dist.ProcessGroup, report: _Report, every_time: bool) -> list[_Report]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernels import checks
+from rlkernels.ops.token_stats import refuse_double_backward
 from rlkernels.ops.vocab_shards import VocabShard
 from rlkernels.untraced import untraced
 
@@ -61,6 +62,11 @@ def full_weight(weight: Tensor, *, gradients: str = "mean") -> Tensor:
     return whole
 
 
+def _refuse_double_backward(group: str) -> None:
+    """An all-reduce in a backward is in no graph: second derivatives would lack the other ranks'."""
+    refuse_double_backward(group, "compute without it")
+
+
 class GatheredColumns(torch.autograd.Function):
     """`[N, columns of a shard]` -> `[N, V]`: plain PyTorch's way to a whole row, for the reference backend."""
 
@@ -73,6 +79,7 @@ class GatheredColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:
+        _refuse_double_backward("tp_group")
         return dwhole[..., ctx.columns], None
 
 
@@ -86,6 +93,7 @@ class SharedByShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dvalues: Tensor) -> tuple[Tensor, None]:
+        _refuse_double_backward("tp_group")
         return ctx.shard.sum(dvalues.clone(memory_format=torch.contiguous_format)), None
 
 
@@ -99,6 +107,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dsum: Tensor) -> tuple[Tensor, None]:
+        _refuse_double_backward("cp_group")
         return _summed(dsum, ctx.group), None
 
 
@@ -111,6 +120,7 @@ class _TotalOfShares(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor, None]:
+        _refuse_double_backward("cp_group")
         return dtotal, None
 
 

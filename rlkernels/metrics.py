@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernels import checks
+from rlkernels.agreement import agree_on
 
 
 class Metrics(Mapping[str, Tensor]):
@@ -96,9 +97,24 @@ class Metrics(Mapping[str, Tensor]):
         )
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Metrics:
-        """The metrics of all ranks of `group` together; every rank gets the same. Two collectives."""
+        """The metrics of all ranks of `group` together; every rank gets the same. Two collectives.
+
+        The ranks first tell each other which metrics they have: on the CPU and under `set_checks(True)` every time,
+        else once for each set of names.
+
+        Raises:
+            ValueError: on every rank, if one has other metrics, or the same in another order.
+        """
         kept = [*self._means.values(), *self._variances.values()]
         sums = torch.stack([value for values in kept for value in values])
+        kinds = (
+            ("means", self._means),
+            ("variances", self._variances),
+            ("minima", self._minima),
+            ("maxima", self._maxima),
+        )
+        names = {kind: ", ".join(some) or "none" for kind, some in kinds}
+        agree_on("group", group, sums.device, {**names, "dtype of metrics": sums.dtype})
         dist.all_reduce(sums, group=group)
         reduced = iter(sums)
         means = {name: (next(reduced), next(reduced)) for name in self._means}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import VOCAB, WIDTHS, case, close, columns_of, drawn, group, leaf, raised, some_targets
+from ranks import IGNORE, VOCAB, WIDTHS, case, close, columns_of, drawn, group, leaf, raised, some_targets
 
 import rlkernels
 from rlkernels import PolicyBatch
@@ -71,6 +71,20 @@ def wrong_arguments_raise_on_every_rank(rank: int, world: int) -> None:
         per_row = torch.ones(6)
         per_row[2] = 0.0 if one_is_wrong else 1.0
         assert "temperature: expected" in raised(call(temperature=per_row))
+        # what turns the shards' logits into z
+        for name, mine, others in (
+            ("ignore_index", -1, IGNORE),
+            ("temperature", 0.5, 1.0),
+            ("temperature", torch.linspace(0.5, 2, 6), 1.0),
+            ("temperature", torch.linspace(0.5, 2, 6), torch.linspace(0.5, 3, 6)),
+            ("softcap", 4.0, None),
+            ("logit_scale", 2.0, 1.0),
+        ):
+            message = raised(call(**{name: mine if one_is_wrong else others}))
+            assert f"tp_group: expected the same {name} on every rank, got" in message, message
+            if isinstance(mine, float):
+                assert message.endswith(f"got {others} on rank 0, {mine} on rank 1"), message
+        call(temperature=torch.where(targets == IGNORE, 1.0 + rank, 0.5))()  # of rows that nothing is made of
         assert "at least one column" in raised(call(logits=logits[:, :0]))
         # nothing is left over that the next call would trip over
         close(good().logp, expected.logp)
@@ -188,6 +202,7 @@ def a_mistake_in_a_loss_of_shards_raises_on_every_rank(rank: int, world: int) ->
     assert torch.isfinite(statistics().logp).all()
     some = torch.tensor([0, 1, 2], dtype=torch.uint8)
     close(statistics(rows=some).logp.view(-1)[:3], statistics().logp.view(-1)[:3])
+    close(statistics(rows=some.to((torch.int64, torch.int32)[rank % 2])).logp, statistics(rows=some).logp)
 
 
 @case

@@ -32,6 +32,7 @@ from ranks import (
     group,
     leaf,
     on_each_backend,
+    raised,
     some_targets,
     whole_batch,
 )
@@ -569,9 +570,55 @@ def sizes_are_exchanged_once_where_values_are_not_checked(rank: int, world: int)
 
 
 @case
+def no_second_derivatives_across_ranks(rank: int, world: int) -> None:
+    """Of a sequence's parts a second derivative has the other ranks' tokens in it, which no graph holds."""
+    logp = leaf(drawn(2, 3, dtype=torch.float64))
+    batch = PolicyBatch(None, torch.ones(2))
+    objectives = (rlkernels.GMPO(), rlkernels.GSPO(), rlkernels.GRPO())
+    losses = [rlkernels.logp_policy_loss(logp, batch, objective, cp_group=group()).loss for objective in objectives]
+    previous = rlkernels.set_backend("reference")
+    losses += [rlkernels.logp_policy_loss(logp, batch, objective, cp_group=group()).loss for objective in objectives]
+    losses.append(rlkernels.logp_policy_loss(logp, batch, "gspo", reduction="none", cp_group=group()).loss)
+    for loss in losses:
+        message = raised(lambda loss=loss: torch.autograd.grad(loss.sum(), logp, create_graph=True))
+        assert "cp_group: its gradient cannot be differentiated again" in message, message
+    targets = torch.zeros(2, dtype=torch.int64)
+    stats = (
+        token_stats(logp, targets, tp_group=group()),
+        linear_token_stats(logp, torch.ones(2, 3, dtype=torch.float64), targets, tp_group=group()),
+    )
+    for some in stats:
+        message = raised(lambda some=some: torch.autograd.grad(some.logp.sum(), logp, create_graph=True))
+        assert "tp_group: its gradient cannot be differentiated again" in message, message
+    rlkernels.set_backend(previous)
+
+
+@case
 def metrics_that_are_means_alone(rank: int, world: int) -> None:
     mean = rlkernels.Metrics({"x": (torch.tensor(float(rank)), torch.ones(()))}).all_reduce()
     assert mean["x"] == (world - 1) / 2
+
+
+@case
+def other_metrics_raise_on_every_rank(rank: int, world: int) -> None:
+    one, two = torch.ones(()), torch.full((), 2.0)
+    plain = {"kl": (one, two), "entropy": (one, two)}
+    got = "on every rank, got kl, entropy on rank 0,"
+    others = {
+        f"means {got} kl, entropy, weight on rank 1": rlkernels.Metrics({**plain, "weight": (one, one)}),
+        f"means {got} entropy, kl on rank 1": rlkernels.Metrics(dict(reversed(plain.items()))),
+        "maxima on every rank, got none on rank 0, ratio on rank 1": rlkernels.Metrics(plain, maxima={"ratio": one}),
+        "dtype of metrics on every rank": rlkernels.Metrics(dict.fromkeys(plain, (one.double(), two.double()))),
+    }
+    for text, other in others.items():
+        message = raised((other if rank == 1 else rlkernels.Metrics(plain)).all_reduce)
+        assert f"group: expected the same {text}" in message, message
+    assert rlkernels.Metrics(plain).all_reduce()["kl"] == 0.5
+    unchecked = mock.patch.object(checks, "values_are_checked", lambda device: False)
+    with unchecked, mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as exchange:
+        for name in ("x", "x", "y", "x"):
+            rlkernels.Metrics({name: (one, two)}).all_reduce(group())
+        assert exchange.call_count == 2
 
 
 @case

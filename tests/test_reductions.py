@@ -133,6 +133,15 @@ def test_global_normalizer_counts_batches_and_masks() -> None:
     assert global_normalizer(mask[0], "seq_mean_token_sum") == 1
 
 
+def test_a_given_normalizer_replaces_the_recipes_own(generator: Generator) -> None:
+    rate = torch.tensor([0.25, 0.5])
+    batch = PolicyBatch(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([1.0, -1.0]), extras={"success_rate": rate})
+    logp = -torch.rand(2, 3, generator=generator)
+    own = rlkernels.logp_policy_loss(logp, batch, "nft").loss
+    given = rlkernels.logp_policy_loss(logp, batch, "nft", normalizer=1000 * global_normalizer(batch, "token_sum")).loss
+    torch.testing.assert_close(given, own)
+
+
 def test_empty_sequences_count_only_for_trl() -> None:
     masks = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
     packed = PolicyBatch(None, torch.ones(3), mask=torch.ones(2), cu_seqlens=torch.tensor([0, 1, 1, 2]))

@@ -116,12 +116,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
-def refuse_double_backward(operation: str) -> None:
+def refuse_double_backward(operation: str, instead: str = "use set_backend('reference')") -> None:
     """`create_graph=True` runs backward with gradients on; a graph would be cut silently there."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{operation}: its gradient cannot be differentiated again (create_graph=True); "
-            "use set_backend('reference') for second derivatives"
+            f"{instead} for second derivatives"
         )
 
 
