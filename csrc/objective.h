@@ -160,9 +160,7 @@ struct ObjectiveTerms {
 };
 
 // not 0 * -inf
-HOST_DEVICE double times_logp(double coefficient, double logp) {
-  return coefficient == 0 ? 0.0 : coefficient * logp;
-}
+HOST_DEVICE double times_logp(double coefficient, double logp) { return coefficient == 0 ? 0.0 : coefficient * logp; }
 
 template <ObjectiveKind kKind>
 HOST_DEVICE ObjectiveTerms policy_terms(const ObjectiveOptions& o, const ObjectiveToken& token, double x,
@@ -206,12 +204,7 @@ HOST_DEVICE ObjectiveTerms policy_terms(const ObjectiveOptions& o, const Objecti
   const double dratio = r.slope * y.slope;
   if (kKind == ObjectiveKind::kCispo) {
     const double w = clamped(r.value, o.ratio_min, o.ratio_max).value;
-    return {times_logp(-w * a, token.logp),
-            0.0,
-            -w * a,
-            r.value,
-            dratio,
-            indicator(r.value < o.ratio_min),
+    return {times_logp(-w * a, token.logp),  0.0, -w * a, r.value, dratio, indicator(r.value < o.ratio_min),
             indicator(r.value > o.ratio_max)};
   }
   if (kKind == ObjectiveKind::kSapo) {
