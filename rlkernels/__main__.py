@@ -40,6 +40,8 @@ def _bench(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from rlkernels.cli import doctor
 
+    if options.batch:
+        return doctor.diagnose(options.batch)
     return doctor.explain(*options.explain) if options.explain else doctor.run()
 
 
@@ -100,6 +102,13 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         metavar=("N", "V", "H"),
         help="print how linear_policy_loss cuts up N tokens, vocabulary V and hidden size H (bfloat16)",
+    )
+    doctor.add_argument(
+        "--batch",
+        type=Path,
+        metavar="FILE",
+        help="a batch saved by rlkernels.testing.save_call: print which token, quantity and input is the first that is "
+        "not finite, and how far each backend is from float64",
     )
     doctor.set_defaults(run=_doctor)
     return parser

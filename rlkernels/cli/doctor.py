@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 import rlkernels
-from rlkernels import backends, schedules
+from rlkernels import backends, schedules, testing
 from rlkernels.cli import machine
 
 
@@ -15,6 +17,13 @@ def explain(rows: int, vocab: int, hidden_size: int) -> int:
     for line in schedules.explain(schedules.Problem(rows, hidden_size, vocab, itemsize, schedules.DEFAULT_CHUNK_BYTES)):
         print(line)
     return 0
+
+
+def diagnose(path: Path) -> int:
+    """Prints what `rlkernels.testing.compare_with_reference` finds in a saved batch; 1 if something is not finite."""
+    found = testing.compare_with_reference(**testing.load_call(path))
+    print(found)
+    return int(found.first is not None)
 
 
 def run() -> int:
