@@ -454,7 +454,8 @@ def token_batches(draw: st.DrawFn, extreme: bool = True) -> Tokens:
     values["mask"] = (torch.rand(count, generator=g) < draw(numbers(0.3, 0.8, 1.0))).double()
     if draw(st.booleans()):
         values["weight"] = zeroed(torch.rand(count, generator=g, dtype=torch.float64))
-    for name in ("advantages", *draw(numbers((), ("policy_weight",)))):
+    has_weight = not isinstance(objective, VESPO) and draw(st.booleans())
+    for name in ("advantages", "policy_weight") if has_weight else ("advantages",):
         place, size = draw(numbers((values, count), (by_sequence, sequences)))
         place[name] = zeroed(normal(size))
     if isinstance(objective, NFT):
