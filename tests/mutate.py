@@ -248,7 +248,8 @@ def mutants(root: Path, source: Source) -> Iterator[Mutant]:
         for change in changes:
             before = lines[change.line - 1]
             after = before[: change.start] + change.text + before[change.end :]
-            yield Mutant(str(path.relative_to(root)), change.line, before, after)
+            if after != before:  # where(c, a, a)
+                yield Mutant(str(path.relative_to(root)), change.line, before, after)
 
 
 def equivalent() -> dict[tuple[str, str], set[str] | None]:
