@@ -114,6 +114,11 @@ class PolicyBatch:
             cu_seqlens, old_logp, ref_logp, weight, policy_weight, rows, extras: as in `PolicyBatch`, by row of the
                 logits, as `token_stats` returns them: not shifted.
 
+        Returns:
+            A `PolicyBatch` of the shifted targets, mask and advantages.
+
+        Raises: as `PolicyBatch`.
+
         Example:
             >>> import torch, rlkernels
             >>> batch = rlkernels.PolicyBatch.from_input_ids(
@@ -187,6 +192,12 @@ class PolicyBatch:
         `policy_loss(logits[part.span], part, ...)`, `logits[:, part.span]` for `[1, N]`. Reads `cu_seqlens`
         and `rows` on the host.
 
+        Args:
+            k: >= 1.
+
+        Returns:
+            At most `k` batches of equally many sequences, but for the last.
+
         Raises:
             ValueError: `k` < 1, or a batch without targets and mask, whose size is not known.
 
@@ -246,7 +257,14 @@ class PolicyBatch:
         return self.rows[(self.rows >= start) & (self.rows < stop)] - start
 
     def to(self, device: torch.device | str) -> PolicyBatch:
-        """The same batch with every tensor on `device`."""
+        """The same batch with every tensor on `device`.
+
+        Args:
+            device: a torch device or its name.
+
+        Returns:
+            A new `PolicyBatch`; tensors that are there already are shared.
+        """
         tensors: dict[str, Any] = {
             name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(self).items()
         }

@@ -53,6 +53,8 @@ def group_advantages(
 def group_std(rewards: Tensor, groups: int | Tensor, *, ddof: int = 1) -> Tensor:
     """The standard deviation of each response's group.
 
+        std_g = sqrt(sum_j (r_j - mean_g)^2 / (n - ddof))          n finite rewards in the group
+
     Exactly 0 for a group of equal rewards and for a group of one. NaN rewards take no part.
 
     Args:

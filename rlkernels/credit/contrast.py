@@ -105,6 +105,8 @@ def linear_counterfactual_contrast(
 ) -> Tensor:
     """`counterfactual_contrast` of `hidden @ weight.T + bias`, in memory that `chunk_bytes` bounds.
 
+        logits = hidden @ weight.T + bias;   everything else as in `counterfactual_contrast`
+
     Only the rows that score a target go through the GEMMs.
 
     Args:
@@ -227,12 +229,15 @@ def _contrast(
 def contrast_by_span(contrast: Tensor, spans: Tensor, *, mask: Tensor | None = None, reduction: str = "mean") -> Tensor:
     """Mean or sum of the contrast over spans of each response: its sentences, or the places that a rule is about.
 
+        sum_t D_t / #t          reduction="mean", over the valid tokens t of the span
+        sum_t D_t               reduction="sum"
+
     Args:
         contrast: `[B, T]` nats, of `counterfactual_contrast`.
         spans: `[B, S, 2]` integers: first token and the token after the last, in [0, T]. Spans may overlap; an empty
             one pads the rows of responses that have fewer.
         mask: `[B, T]`, any dtype, nonzero = valid; None: all tokens are. What lies under mask 0 is not read.
-        reduction: `"mean"` (over the valid tokens of the span) or `"sum"`.
+        reduction: `"mean"` or `"sum"`.
 
     Returns:
         `[B, S]`, float32 (float64 for a float64 contrast), nats, detached; 0 for a span without a valid token.

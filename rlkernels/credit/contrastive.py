@@ -60,8 +60,6 @@ class ContrastiveHead(nn.Module):
         hidden_size: H.
         embedding_size: D; the authors take 512 and 2048.
 
-    Shapes: `[B, H]` float -> `[B, D]`, in the weight's dtype.
-
     Source: CLIPO (Qwen-Applications/CLIPO); trained by AdamW with learning rate 1e-3.
 
     Example:
@@ -77,16 +75,27 @@ class ContrastiveHead(nn.Module):
         self.projection = nn.Linear(hidden_size, embedding_size, bias=False)
 
     def forward(self, pooled: Tensor) -> Tensor:
+        """Embeddings of length 1.
+
+        Args:
+            pooled: `[B, H]` float, of `pool_hidden`.
+
+        Returns:
+            `[B, D]`, in the weight's dtype.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
         checks.require_floats("pooled", pooled, "B", self.projection.in_features)
         return nn.functional.normalize(self.projection(pooled.to(self.projection.weight.dtype)), dim=-1)
 
 
 class ContrastiveLoss(NamedTuple):
-    """`loss` is 0-d, the mean over anchors; `per_response [B]` is 0 where `is_anchor [B]` is False."""
+    """A loss, of each response too."""
 
-    loss: Tensor
-    per_response: Tensor
-    is_anchor: Tensor
+    loss: Tensor  # 0-d: the mean over anchors
+    per_response: Tensor  # [B], 0 where `is_anchor` is False
+    is_anchor: Tensor  # [B] bool
 
 
 def contrastive_loss(

@@ -95,7 +95,7 @@ class StdFilter:
         self.averaged = torch.zeros(())  # steps in the mean: those that had a group with a spread
 
     def __call__(self, rewards: Tensor, groups: int | Tensor) -> Tensor:
-        """`[B]` bool; `rewards` and `groups` as in `group_std`, of a whole step."""
+        """Which responses of a step are kept, `[B]` bool; `rewards` and `groups` as in `group_std`."""
         std = wide(group_std(rewards, groups))
         self.step += 1
         keep = rewards.isfinite()
@@ -116,10 +116,22 @@ class StdFilter:
         return keep
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: the step and the mean, as numbers."""
+        """What a checkpoint needs: the step and the mean, as numbers.
+
+        Returns:
+            For `load_state_dict`. Reads the mean on the host.
+        """
         return {"step": self.step, "mean": float(self.mean), "averaged": int(self.averaged)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was called.
+
+        Args:
+            state: what it returned.
+
+        Raises:
+            ValueError: something else.
+        """
         if sorted(state) != ["averaged", "mean", "step"]:
             raise ValueError(f"state: expected step, mean and averaged, got {sorted(state)}")
         self.step = int(state["step"])

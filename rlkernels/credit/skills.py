@@ -94,6 +94,8 @@ def skill_budget(skills: int, stages: int) -> list[int]:
 def budget_at_step(budgets: Sequence[int], step: int, total_steps: int) -> int:
     """The budget of the stage that a training step lies in; stages are equally long.
 
+        budgets[floor((step - 1) stages / total_steps)]
+
     Args:
         budgets: one a stage, such as `skill_budget` gives.
         step: 1 to `total_steps`.

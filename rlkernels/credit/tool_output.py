@@ -140,6 +140,8 @@ def _numbers(name: str, answers: Sequence[float | None]) -> list[float]:
 def outcome_reward(correct: Tensor | Sequence[float | None]) -> Tensor:
     """1 for a right answer, -1 for a wrong one or one that cannot be read.
 
+        R_i = 1 if correct_i > 0 else -1
+
     Args:
         correct: `[B]`, any dtype, or a sequence of bools or numbers: > 0 where the answer is right. None where no
             answer could be read. NaN (a rejected response) stays NaN.

@@ -150,11 +150,11 @@ def two_channel_zscore(
 class VarianceDecomposition(NamedTuple):
     """Population variances of each row's group, `[B]`, and whether the path channel can train it at all."""
 
-    reward: Tensor
-    outcome: Tensor
-    path: Tensor
-    covariance: Tensor
-    is_reachable: Tensor  # bool
+    reward: Tensor  # Var(O + beta Phi)
+    outcome: Tensor  # Var(O)
+    path: Tensor  # Var(Phi)
+    covariance: Tensor  # Cov(O, Phi)
+    is_reachable: Tensor  # bool: Var(Phi) > 0
 
 
 def group_variance_decomposition(

@@ -15,10 +15,10 @@ from rlkernels.segments import Segments
 
 
 class GeneralizedAdvantages(NamedTuple):
-    """Both `[B, T]`, 0 where the mask is: advantages, and what the values are trained towards."""
+    """Advantages and what the values are trained towards, 0 where the mask is."""
 
-    advantages: Tensor
-    returns: Tensor
+    advantages: Tensor  # [B, T]
+    returns: Tensor  # [B, T]
 
 
 def generalized_advantages(

@@ -169,10 +169,16 @@ def sapo_loss_fn(
 ) -> tuple[Tensor, dict[str, Any]]:
     """AReaL's function of this name on `logp_policy_loss`: `SAPO` at either level, over the number of trained tokens.
 
-    Args, Returns: as in `ppo_actor_loss_fn`, with AReaL's gates among the statistics.
+    Args:
+        logprobs, old_logprobs, advantages, loss_mask, importance_sampling_level, cu_seqlens: as in `ppo_actor_loss_fn`.
+        tau_pos, tau_neg: > 0, SAPO's temperatures.
+        objective: None: with `use_sapo_loss` AReaL's configuration has chosen one.
+
+    Returns:
+        The 0-d loss and AReaL's statistics, its gates among them, each per token.
 
     Raises:
-        ValueError: as there, or any objective: with `use_sapo_loss` the configuration has chosen one.
+        TypeError, ValueError: packed sequences without borders at `"sequence"`, an unknown level, or any objective.
 
     Source: AReaL's `utils/functional/functional.py`.
 

@@ -54,13 +54,19 @@ def policy_loss(
 
 
 def policy_loss_of(objective: Choice) -> Loss:
-    """`policy_loss` of another objective: a recipe's name or an instance, its clip range included.
+    """`policy_loss` of another objective.
 
     `advantage_estimator` then says how advantages are computed, and nothing else. A recipe whose reduction is another
     than slime's raises ValueError: `token_mean` needs `--calculate-per-token-loss`, `seq_mean_token_mean` its absence.
 
+    Args:
+        objective: a recipe's name or an instance, its clip range included.
+
+    Returns:
+        A function as `policy_loss`.
+
     Raises:
-        ValueError: an objective that slime's configuration cannot serve.
+        TypeError, ValueError: an objective that slime's configuration cannot serve; in a call, one that it contradicts.
 
     Example:
         >>> from rlkernels.integrations import slime
