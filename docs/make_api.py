@@ -49,10 +49,11 @@ class Page:
             yield from self._body(method, section)
 
     def _body(self, entry: Entry, section: Section) -> Iterator[str]:
-        yield f"```python\n{signature(entry)}\n```"
-        bases = [self._prose(f"`{base.name}`", section) for base in self.package.bases(entry)]
+        bases = self.package.bases(entry)
+        yield f"```python\n{signature(entry, bases)}\n```"
         if bases:
-            yield f"Base class: {', '.join(bases)}, whose arguments and errors it shares."
+            names = ", ".join(f"`{base.name}`" for base in bases)
+            yield f"Base class: {self._prose(names, section)}, whose arguments and errors it shares."
         assert entry.object.docstring is not None
         for part in entry.object.docstring.parsed:
             yield self._part(part, entry, section)
@@ -111,7 +112,7 @@ def _fenced(text: str) -> str:
     return re.sub(r"(?:^ {4}.*\n(?:\n(?= {4}))*)+", fence, text.strip("\n") + "\n", flags=re.MULTILINE).rstrip("\n")
 
 
-def signature(entry: Entry) -> str:
+def signature(entry: Entry, bases: list[Entry]) -> str:
     """One line where it fits, else one a parameter; a named tuple's fields as they stand in its file."""
     item = entry.object
     if isinstance(item, griffe.Attribute):
@@ -128,12 +129,15 @@ def signature(entry: Entry) -> str:
         if kind is griffe.ParameterKind.keyword_only and not bare_star:
             parts.append("*")
         bare_star |= kind in (griffe.ParameterKind.keyword_only, griffe.ParameterKind.var_positional)
-        default = "" if parameter.default is None or stars else f" = {parameter.default}"
+        default = "" if parameter.default is None or stars else f" = {parameter.default}".replace("'", '"')
         parts.append(f"{stars}{parameter.name}: {parameter.annotation}{default}")
     start = f"class {entry.name}(" if isinstance(item, griffe.Class) else f"{entry.name}("
     end = f") -> {item.returns}" if isinstance(item, griffe.Function) else ")"
     line = start + ", ".join(parts) + end
-    return line if len(line) <= 100 else "\n    ".join([start, *(f"{part}," for part in parts)]) + f"\n{end}"
+    inherited = [f"# and the arguments of {base.name}" for base in bases]
+    if len(line) <= 100 and not inherited:
+        return line
+    return "\n    ".join([start, *(f"{part}," for part in parts), *inherited]) + f"\n{end}"
 
 
 def command_line() -> str:

@@ -22,10 +22,10 @@ class Metrics(Mapping[str, Tensor]):
         mean = sum / max(1, count),   variance = spread / n - ((sum - n) / n)^2,   n = max(1, count)
 
     Args:
-        means: name -> (sum, count).
+        means: name -> (sum, count), 0-d float tensors, as all that follow.
         minima, maxima: name -> the extreme; over nothing +inf in `minima`, -inf in `maxima`.
-        variances: name -> (sum of x, sum of (x - 1)^2, count) of numbers near 1, such as ratios: squares about 0 would
-            cancel. All of them 0-d tensors.
+        variances: name -> (sum of x, spread = sum of (x - 1)^2, count) of numbers near 1, such as ratios: squares about
+            0 would cancel.
 
     Example:
         >>> import torch, rlkernels

@@ -170,11 +170,11 @@ class Objective:
             k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1,   x = ref_logp - logp
 
         Args:
-            logp, ref_logp: `[N]`, nats.
-            ratio: `[N]`, what an importance-weighted estimate is multiplied by.
+            logp, ref_logp: `[N]` float, nats.
+            ratio: `[N]` float, what an importance-weighted estimate is multiplied by.
 
         Returns:
-            `[N]`, limited and weighted as the fields say.
+            `[N]`, of `logp`'s dtype, limited and weighted as the fields say.
         """
         limit = min(self.log_ratio_clamp or LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         x = (ref_logp - logp).clamp(-limit, limit)
@@ -193,7 +193,7 @@ class Objective:
             tokens: the batch's, flat `[N]`.
 
         Returns:
-            `[N]`, with its gradient.
+            `[N]`, of `logp`'s dtype, with its gradient.
         """
         log_ratio = level_log_ratio(tokens, self.level)
         if self.log_ratio_clamp is None:
@@ -261,7 +261,7 @@ class GRPO(Objective):
             tokens: the batch's, flat `[N]`.
 
         Returns:
-            `[N]`, with its gradient.
+            `[N]`, of `logp`'s dtype, with its gradient.
         """
         return limited_exp(self.clamped_log_ratio(tokens))
 

@@ -123,8 +123,8 @@ def global_normalizer(
         0-d float32 on the masks' device. No synchronisation with the host.
 
     Raises:
-        TypeError, ValueError: unknown reduction or `gradients`, no masks, `max_length` missing or without effect. Of
-            one rank alone: the others wait for the group's timeout.
+        TypeError, ValueError: unknown reduction or `gradients`, no masks, `max_length` missing or without effect, a
+            group without `torch.distributed`. Of one rank alone: the others wait for the group's timeout.
 
     Example:
         >>> import torch, rlkernels

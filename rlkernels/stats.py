@@ -89,6 +89,8 @@ def token_stats(
         TypeError, ValueError: a wrong type, dtype, shape, device or value, naming the argument. Labels and
             temperatures on a GPU are checked only under `set_checks(True)`; unchecked, a bad one gives NaN in
             its row. With `tp_group` on all of its ranks, whichever has it.
+        RuntimeError: the selected backend cannot run on this device; in backward, a gradient to be differentiated again
+            (`create_graph=True`), but on the reference backend.
 
     Example:
         >>> import torch, rlkernels

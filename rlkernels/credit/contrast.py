@@ -55,8 +55,8 @@ def counterfactual_contrast(
         Like `targets`, or `[K, ...]`; float32 (float64 where a log-probability is), nats, detached.
 
     Raises:
-        TypeError, ValueError: naming the argument. Labels, rows and temperatures on a GPU are checked only under
-            `set_checks(True)`; unchecked, a bad one gives NaN in its place.
+        TypeError, ValueError: an argument that is not as above, naming it. Labels, rows and temperatures on a GPU are
+            checked only under `set_checks(True)`; unchecked, a bad one gives NaN in its place.
 
     Source: CoRT (counterfactual replay over tokens); no public code.
 
@@ -233,7 +233,7 @@ def contrast_by_span(contrast: Tensor, spans: Tensor, *, mask: Tensor | None = N
         sum_t D_t               reduction="sum"
 
     Args:
-        contrast: `[B, T]` nats, of `counterfactual_contrast`.
+        contrast: `[B, T]` float, nats, of `counterfactual_contrast`.
         spans: `[B, S, 2]` integers: first token and the token after the last, in [0, T]. Spans may overlap; an empty
             one pads the rows of responses that have fewer.
         mask: `[B, T]`, any dtype, nonzero = valid; None: all tokens are. What lies under mask 0 is not read.
@@ -243,7 +243,8 @@ def contrast_by_span(contrast: Tensor, spans: Tensor, *, mask: Tensor | None = N
         `[B, S]`, float32 (float64 for a float64 contrast), nats, detached; 0 for a span without a valid token.
 
     Raises:
-        TypeError, ValueError: naming the argument. Spans on a GPU are checked only under `set_checks(True)`.
+        TypeError, ValueError: an argument that is not as above, naming it. Spans on a GPU are checked only under
+            `set_checks(True)`.
 
     Source: CoRT (counterfactual replay over tokens); no public code.
 

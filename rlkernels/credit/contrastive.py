@@ -30,7 +30,7 @@ def pool_hidden(hidden: Tensor, mask: Tensor) -> Tensor:
         `[B, H]`, float32 (float64 for float64 states).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: CLIPO (Qwen-Applications/CLIPO), which pools the states that the rollout engine returns.
 
@@ -84,7 +84,7 @@ class ContrastiveHead(nn.Module):
             `[B, D]`, in the weight's dtype.
 
         Raises:
-            TypeError, ValueError: naming the argument.
+            TypeError, ValueError: an argument that is not as above, naming it.
         """
         checks.require_floats("pooled", pooled, "B", self.projection.in_features)
         return nn.functional.normalize(self.projection(pooled.to(self.projection.weight.dtype)), dim=-1)
@@ -135,7 +135,8 @@ def contrastive_loss(
         `ContrastiveLoss(loss, per_response, is_anchor)`, float32 (float64 for float64 embeddings).
 
     Raises:
-        TypeError, ValueError: naming the argument. A bad positive on a GPU gives NaN unless `set_checks(True)`.
+        TypeError, ValueError: an argument that is not as above, naming it. A bad positive on a GPU gives NaN unless
+            `set_checks(True)`.
 
     Source: CLIPO (Qwen-Applications/CLIPO). As in its code an anchor is not in its own denominator.
 
@@ -243,7 +244,7 @@ def contrastive_reward(per_response: Tensor, *, weight: float = 0.2, floor: floa
         `[B]`, float32 (float64 for float64 losses).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: CLIPO (Qwen-Applications/CLIPO).
 

@@ -26,14 +26,14 @@ def debias_reward(
     Args:
         rewards: `[B]` float, of `reference_probability_reward`.
         base_rewards: `[B]` float: the same answer's reward without any reasoning.
-        format_rewards: `[B]`, 1 where the format is right, else 0.
+        format_rewards: `[B]`, float or integer: 1 where the format is right, else 0.
         format_coefficient: c, in [0, 1].
 
     Returns:
         `[B]`, float32 (float64 for float64 rewards).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: RLPR (2506.18254); the format's share is that of its code.
 
@@ -70,7 +70,7 @@ class StdFilter:
         skipped, warmup: >= 0.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: RLPR (2506.18254); the steps are those of its code (averaging from step 6, filtering from 11).
 

@@ -38,7 +38,7 @@ def tool_output_mask(
         `[B, T]` bool.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: ReTool (2504.11536).
 
@@ -150,7 +150,7 @@ def outcome_reward(correct: Tensor | Sequence[float | None]) -> Tensor:
         `[B]`, float32 (float64 for float64 `correct`).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: ReTool (2504.11536).
 

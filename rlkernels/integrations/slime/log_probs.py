@@ -30,8 +30,8 @@ def calculate_log_probs_and_entropy(
     """slime's function of this name on `token_stats`.
 
     Args:
-        logits: `[N, V]`: this rank's columns, as many as every other rank of `tp_group` has.
-        tokens: `[N]`.
+        logits: `[N, V]`, any float dtype: this rank's columns, as many as every other rank of `tp_group` has.
+        tokens: `[N]` integers.
         tp_group: over whose ranks the vocabulary is spread, or None.
         with_entropy, with_entropy_grad: whether entropies are returned, and whether with their gradient.
         chunk_size: of no effect: no second tensor of the logits' size is made, but under a mask.
@@ -39,7 +39,7 @@ def calculate_log_probs_and_entropy(
             entropy is that of all.
 
     Returns:
-        Log-probabilities `[N, 1]` and entropies `[N]` or None, nats.
+        Log-probabilities `[N, 1]` and entropies `[N]` or None, float32 (float64 for float64 logits), nats.
 
     Raises: as `token_stats`.
 

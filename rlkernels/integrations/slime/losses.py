@@ -34,11 +34,12 @@ def policy_loss(
     Args:
         args: slime's configuration.
         batch: a micro-batch of slime's.
-        logits: `[1, T, V]`: packed sequences, this rank's columns of a vocabulary that Megatron spreads over ranks.
+        logits: `[1, T, V]`, any float dtype: packed sequences, this rank's columns of a vocabulary that Megatron
+            spreads over ranks.
         sum_of_sample_mean: slime's reduction, which has its denominators; of per-token values, `[responses' tokens]`.
 
     Returns:
-        The loss, 0-d, and slime's metrics under slime's names.
+        The loss, 0-d float, and slime's metrics under slime's names.
 
     Raises:
         ValueError: a configuration that it cannot compute, naming the setting.

@@ -55,13 +55,13 @@ class ChunkedLogProb:
         """TRL's function of these arguments on `linear_token_stats`.
 
         Args:
-            hidden, weight, bias, targets, temperature: `[N, H]`, `[V, H]`, `[V]` or None, `[N]`, a number.
+            hidden, weight, bias, targets, temperature: `[N, H]`, `[V, H]`, `[V]` or None, integers `[N]`, a number.
             chunk_size: the width of TRL's buffer; the logits here get as many bytes, cut as this package cuts them.
             final_logit_softcapping, logit_scale: `softcap` and `logit_scale` of `linear_token_stats`.
             outputs: which of `OPTIONAL_OUTPUTS` to compute.
 
         Returns:
-            logp `[N]` and each of `OPTIONAL_OUTPUTS`, None unless in `outputs`.
+            logp `[N]` and each of `OPTIONAL_OUTPUTS`, None unless in `outputs`; float32, bool for `is_top1`.
         """
         call, temperatures = pending(), temperatures_of_head()
         numbers: float | Tensor = temperature

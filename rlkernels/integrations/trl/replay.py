@@ -22,7 +22,7 @@ class Replay:
             from the first step.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: CoRT (counterfactual replay over tokens); no public code.
 
@@ -51,7 +51,7 @@ class Replay:
             step: as in `rlkernels.credit.smoothstep_ramp`.
 
         Returns:
-            `[B, T]`, 0 under the mask's zeros.
+            `[B, T]` float32, 0 under the mask's zeros.
         """
         return replay_weights(
             contrast,

@@ -92,8 +92,8 @@ def linear_cross_entropy(
     """verl's function of this name on `linear_token_stats`.
 
     Args:
-        hidden: `[..., H]`.
-        weight: `[V, H]`, or this rank's part of the vocabulary, `[V / ranks, H]`.
+        hidden: `[..., H]`, any float dtype.
+        weight: `[V, H]`, `hidden`'s dtype; or this rank's part of the vocabulary, `[V / ranks, H]`.
         labels: `[...]` integers.
         temperature: > 0.
         reduction: `"none"`.

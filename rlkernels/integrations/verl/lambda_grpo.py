@@ -32,7 +32,7 @@ def fold_lambda_weights(data: Any, config: Any) -> Any:
     Raises:
         ValueError: a KL loss, another loss mode, or a batch that lacks one of these.
 
-    Source: lambda-GRPO, as `rlkernels.credit.prefix_set_counts`.
+    Source: lambda-GRPO (2509.21154), as `rlkernels.credit.prefix_set_counts`.
 
     Example:
         >>> import numpy, torch
@@ -68,7 +68,7 @@ class LambdaGRPO:
     An agent's session with more than one output is refused then, and what `fold_lambda_weights` refuses, with
     ValueError: contexts of several outputs differ, so that equal tokens are no common prefix.
 
-    Source: lambda-GRPO, as `rlkernels.credit.prefix_set_counts`.
+    Source: lambda-GRPO (2509.21154), as `rlkernels.credit.prefix_set_counts`.
 
     Example:
         >>> from rlkernels.integrations.verl import LambdaGRPO
