@@ -218,8 +218,12 @@ class Package:
         found = module.members.get(name)
         # a function of its file's name, or what a module's __getattr__ imports when it is asked for
         if name in (module.exports or ()) and (found is None or found.is_module):
-            (found,) = [file.members[name] for file in module.modules.values() if name in file.members]
+            (found,) = [file.members[name] for file in module.modules.values() if _defines(file, name)]
         return found.final_target if found.is_alias else found
+
+
+def _defines(file: griffe.Module, name: str) -> bool:
+    return name in file.members and not file.members[name].is_alias
 
 
 def _public_names(module: griffe.Module) -> list[str]:
