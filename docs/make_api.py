@@ -80,7 +80,7 @@ class Page:
         return "\n".join(lines)
 
     def _prose(self, text: str, section: Section) -> str:
-        """With links for the names of public objects and for papers, outside of formulas."""
+        """With links for public objects, documents and papers, outside of formulas."""
 
         def linked(match: re.Match[str]) -> str:
             entry = self.package.named(match[1].removesuffix("()"), section.entries)
@@ -90,6 +90,7 @@ class Page:
         for number in range(0, len(blocks), 2):
             prose = _AS_ELSEWHERE.sub(lambda match: f"**{match[1].replace('Args', 'Arguments')}**:", blocks[number])
             prose = re.sub(r"`([\w.]+(?:\(\))?)`", linked, prose)
+            prose = re.sub(r"`docs/(\w+\.md)`", r"[`docs/\1`](../\1)", prose)
             blocks[number] = _ARXIV.sub(r"[\1](https://arxiv.org/abs/\1)", prose)
         return "```".join(blocks)
 
