@@ -24,7 +24,7 @@ def set_checks(enabled: bool) -> bool:
     gives NaN in its own row and is never used as an address. CPU tensors are always checked.
 
     Args:
-        enabled: whether to.
+        enabled: True to check them, False not to.
 
     Returns:
         The previous setting.

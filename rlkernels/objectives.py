@@ -156,8 +156,8 @@ class Objective:
             tokens: the batch's, flat `[N]`.
 
         Returns:
-            `[N]` each, of `logp`'s dtype and bool; gradients go through `loss` alone. What stands where `mask` is zero
-            is not read.
+            `[N]` each, of `logp`'s dtype and bool. Gradients go through `loss`, and through `ratio` where it weights
+            the KL term. What stands where `mask` is zero is selected away.
 
         Raises:
             TypeError: by the base class, which has none.

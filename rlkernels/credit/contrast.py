@@ -229,7 +229,7 @@ def _contrast(
 def contrast_by_span(contrast: Tensor, spans: Tensor, *, mask: Tensor | None = None, reduction: str = "mean") -> Tensor:
     """Mean or sum of the contrast over spans of each response: its sentences, or the places that a rule is about.
 
-        sum_t D_t / #t          reduction="mean", over the valid tokens t of the span
+        sum_t D_t / #t          reduction="mean"        over the valid tokens t of the span
         sum_t D_t               reduction="sum"
 
     Args:

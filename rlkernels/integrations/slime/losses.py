@@ -67,7 +67,7 @@ def policy_loss_of(objective: Choice) -> Loss:
         A function as `policy_loss`.
 
     Raises:
-        TypeError, ValueError: an objective that slime's configuration cannot serve; in a call, one that it contradicts.
+        TypeError, ValueError: an objective that slime cannot serve; in a call, a configuration that contradicts it.
 
     Example:
         >>> from rlkernels.integrations import slime

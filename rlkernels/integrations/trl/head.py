@@ -61,7 +61,7 @@ class ChunkedLogProb:
             outputs: which of `OPTIONAL_OUTPUTS` to compute.
 
         Returns:
-            logp `[N]` and each of `OPTIONAL_OUTPUTS`, None unless in `outputs`; float32, bool for `is_top1`.
+            logp `[N]` and each of `OPTIONAL_OUTPUTS`, None unless in `outputs`; dtypes as in `linear_token_stats`.
         """
         call, temperatures = pending(), temperatures_of_head()
         numbers: float | Tensor = temperature

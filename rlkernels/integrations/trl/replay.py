@@ -51,7 +51,7 @@ class Replay:
             step: as in `rlkernels.credit.smoothstep_ramp`.
 
         Returns:
-            `[B, T]` float32, 0 under the mask's zeros.
+            `[B, T]`, float32 (float64 for a float64 contrast), 0 under the mask's zeros.
         """
         return replay_weights(
             contrast,
