@@ -89,7 +89,7 @@ PAGES: dict[str, tuple[str, str, list[str]]] = {
     ),
     "integrations": (
         "Integrations",
-        "Adapters for trainers; each imports its trainer when it is used. See [TRL and others](../trainers.md) and "
+        "Adapters for trainers; each imports its trainer when it is used. See [trainers](../trainers.md) and "
         "[verl](../verl.md).",
         [
             "rlkernels.integrations.trl",
