@@ -19,8 +19,8 @@ _PER_TOKEN = ("mask", "old_logp", "ref_logp", "weight")
 class PolicyBatch:
     """Targets, advantages, masks and log-probabilities of a batch of responses, padded or packed.
 
-    Floats are detached and kept in float32 (float64 stays float64). A plain class on purpose: wrappers that
-    cast the floats of dataclasses and containers to half precision leave it alone.
+    Floats, given in any float or integer dtype, are detached and kept in float32 (float64 stays float64). A plain class
+    on purpose: wrappers that cast the floats of dataclasses and containers to half precision leave it alone.
 
     Args:
         targets: `[B, T]` padded, `[N]` or `[1, N]` packed with `cu_seqlens`; `[N]` alone is one sequence. Integer
@@ -108,11 +108,16 @@ class PolicyBatch:
             targets[i] = input_ids[i + 1],  mask[i] = loss_mask[i + 1];  a sequence's last row is masked
 
         Args:
-            input_ids: `[B, T]`, or `[N]` or `[1, N]` with `cu_seqlens`: what the model read.
-            loss_mask: `input_ids`' shape, nonzero where token i itself is trained.
+            input_ids: `[B, T]`, or `[N]` or `[1, N]` with `cu_seqlens`, integers: what the model read.
+            loss_mask: `input_ids`' shape, any dtype, nonzero where token i itself is trained.
             advantages: `[B]`, `[B, 1]`, or `input_ids`' shape (of token i itself; shifted as well).
             cu_seqlens, old_logp, ref_logp, weight, policy_weight, rows, extras: as in `PolicyBatch`, by row of the
                 logits, as `token_stats` returns them: not shifted.
+
+        Returns:
+            A `PolicyBatch` of the shifted targets, mask and advantages.
+
+        Raises: as `PolicyBatch`.
 
         Example:
             >>> import torch, rlkernels
@@ -187,6 +192,12 @@ class PolicyBatch:
         `policy_loss(logits[part.span], part, ...)`, `logits[:, part.span]` for `[1, N]`. Reads `cu_seqlens`
         and `rows` on the host.
 
+        Args:
+            k: >= 1.
+
+        Returns:
+            At most `k` batches of equally many sequences, but for the last.
+
         Raises:
             ValueError: `k` < 1, or a batch without targets and mask, whose size is not known.
 
@@ -246,7 +257,14 @@ class PolicyBatch:
         return self.rows[(self.rows >= start) & (self.rows < stop)] - start
 
     def to(self, device: torch.device | str) -> PolicyBatch:
-        """The same batch with every tensor on `device`."""
+        """The same batch with every tensor on `device`.
+
+        Args:
+            device: a torch device or its name.
+
+        Returns:
+            A new `PolicyBatch`; tensors that are there already are shared.
+        """
         tensors: dict[str, Any] = {
             name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(self).items()
         }

@@ -23,6 +23,9 @@ def set_checks(enabled: bool) -> bool:
     Off by default: reading them back makes the host wait for the GPU. Unchecked, a bad label or temperature
     gives NaN in its own row and is never used as an address. CPU tensors are always checked.
 
+    Args:
+        enabled: True to check them, False not to.
+
     Returns:
         The previous setting.
 

@@ -42,18 +42,27 @@ def largest(scores: Tensor, number: Tensor) -> Tensor:
 class ClipCov(GRPO):
     """Clip-Cov: GRPO's surrogate, 0 for a few tokens drawn from those of high covariance.
 
-        candidates: cov_low < cov < cov_high, not clipped;   max(1, floor(share n)) of them are drawn, n trained tokens
+        cov = (A - mean A) (logp - mean logp),   means over the batch's n trained tokens
+        candidates: cov_low < cov < cov_high, not clipped;   max(1, floor(share n)) of them are drawn
 
     A drawn token counts as clipped, on its advantage's side.
 
     Args:
         share: > 0, at most 1: of the batch's trained tokens.
-        cov_low, cov_high: bounds of the candidates' covariance.
+        cov_low, cov_high: bounds of the candidates' covariance, cov_low <= cov_high.
         generator: where the draw's random numbers come from, on the tokens' device; None: PyTorch's own.
 
-    Needs the whole batch; see `rlkernels.covariance_objectives`.
+    Needs the whole batch: the losses of micro-batches do not add up to the big batch's.
 
     Source: The Entropy Mechanism (2505.22617), equation 12; batched as verl's `clip_cov`.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> batch = rlkernels.PolicyBatch(None, torch.tensor([[-1.0, 1.0, 3.0]]))
+        >>> logp = torch.tensor([[-3.0, -2.0, -1.0]])
+        >>> loss = rlkernels.logp_policy_loss(logp, batch, rlkernels.ClipCov(share=1.0), reduction="none").loss
+        >>> loss.tolist()  # covariances 2, 0 and 2
+        [[0.0, -1.0, 0.0]]
     """
 
     share: float = 2e-4
@@ -95,14 +104,24 @@ class KLCov(Objective):
     """KL-Cov: the unclipped surrogate, with a penalty on the tokens of highest covariance.
 
         -r A + penalty |d| where cov is among the max(1, floor(share n)) largest, else -r A;   d = logp - old_logp
+        cov = (A - mean A) (logp - mean logp),   means over the batch's n trained tokens
 
     Args:
         share: > 0, at most 1: of the batch's n trained tokens.
         penalty: >= 0; verl's ppo_kl_coef.
 
-    Needs the whole batch; see `rlkernels.covariance_objectives`.
+    Needs the whole batch: the losses of micro-batches do not add up to the big batch's.
 
     Source: The Entropy Mechanism (2505.22617), equation 13; batched as verl's `kl_cov`.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> old_logp = torch.tensor([[-3.0, -2.0, -1.5]])
+        >>> batch = rlkernels.PolicyBatch(None, torch.tensor([[-1.0, 0.0, 2.0]]), old_logp=old_logp)
+        >>> logp = torch.tensor([[-3.0, -2.0, -1.0]])
+        >>> loss = rlkernels.logp_policy_loss(logp, batch, rlkernels.KLCov(), reduction="none").loss
+        >>> [round(value, 4) for value in loss[0].tolist()]  # the last: -2 e^0.5 + 0.5
+        [1.0, 0.0, -2.7974]
     """
 
     share: float = 2e-4

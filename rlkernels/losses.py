@@ -82,6 +82,8 @@ def policy_loss(
     Raises:
         TypeError, ValueError: a wrong type, dtype, shape, device or value, naming the argument; with a group on all of
             its ranks, whichever has it.
+        RuntimeError: the selected backend cannot run on this device; in backward, a gradient to be differentiated again
+            (`create_graph=True`), but on the reference backend.
 
     Example:
         >>> import torch, rlkernels
@@ -149,7 +151,7 @@ def linear_policy_loss(
         logits = hidden @ weight.T + bias;   everything else as in `policy_loss`
 
     Args:
-        hidden: `[B, T, H]`, or packed `[N, H]` or `[1, N, H]`.
+        hidden: `[B, T, H]`, or packed `[N, H]` or `[1, N, H]`; float64, float32, bfloat16, float16.
         weight, bias, chunk_bytes, tp_group: as in `linear_token_stats`; the batch and the loss are the same on every
             rank.
         batch, objective, reduction, normalizer, temperature, softcap, logit_scale, cp_group: as in `policy_loss`.
@@ -252,10 +254,15 @@ def logp_policy_loss(
 ) -> PolicyLoss:
     """`policy_loss` from log-probabilities that exist already.
 
+        L    = weight (policy_weight policy_term(logp, ...) + kl_coef kl)
+        loss = reduce(L) - entropy_coef reduce(entropy)
+
     Args:
-        logp: `[B, T]`, or packed `[N]` or `[1, N]`: log-probability of each target; what gradients reach.
+        logp: `[B, T]`, or packed `[N]` or `[1, N]`, any float dtype: log-probability of each target, nats; what
+            gradients reach.
         batch: as in `policy_loss`; its `targets` may be None (then nothing but `mask` masks).
-        entropy: `logp`'s shape; needed where the objective has an entropy bonus, else only reported.
+        entropy: `logp`'s shape, any float dtype, nats; needed where the objective has an entropy bonus, else only
+            reported.
         objective, reduction, normalizer, cp_group: as in `policy_loss`.
 
     Returns, Raises: as `policy_loss`.

@@ -19,6 +19,14 @@ class Metrics(Mapping[str, Tensor]):
     A mean over nothing is 0, and so are a variance and an extreme over nothing. Reading a value does not
     synchronise with the host; `float(metrics[name])` does.
 
+        mean = sum / max(1, count),   variance = spread / n - ((sum - n) / n)^2,   n = max(1, count)
+
+    Args:
+        means: name -> (sum, count), 0-d float tensors, as all that follow.
+        minima, maxima: name -> the extreme; over nothing +inf in `minima`, -inf in `maxima`.
+        variances: name -> (sum of x, spread = sum of (x - 1)^2, count) of numbers near 1, such as ratios: squares about
+            0 would cancel.
+
     Example:
         >>> import torch, rlkernels
         >>> a = rlkernels.Metrics({"kl": (torch.tensor(3.0), torch.tensor(3.0))})
@@ -34,11 +42,6 @@ class Metrics(Mapping[str, Tensor]):
         maxima: Mapping[str, Tensor] | None = None,
         variances: Mapping[str, tuple[Tensor, Tensor, Tensor]] | None = None,
     ) -> None:
-        """`means` maps a name to (sum, count); an extreme over nothing is +inf in `minima`, -inf in `maxima`.
-
-        `variances` maps a name to (sum of x, sum of (x - 1)^2, count) of numbers near 1, such as ratios: squares about
-        0 would cancel.
-        """
         self._means = dict(means)
         self._variances = dict(variances or {})
         self._minima = dict(minima or {})
@@ -71,8 +74,14 @@ class Metrics(Mapping[str, Tensor]):
     def merge(parts: Sequence[Metrics]) -> Metrics:
         """The metrics of all parts together, exactly as of one batch.
 
+        Args:
+            parts: those of micro-batches, at least one.
+
+        Returns:
+            A new `Metrics`.
+
         Raises:
-            ValueError: no parts, or parts with different names.
+            TypeError, ValueError: `parts` holds something else, nothing, or other names in one than in another.
         """
         parts = list(parts)
         if not parts:
@@ -97,12 +106,19 @@ class Metrics(Mapping[str, Tensor]):
         )
 
     def all_reduce(self, group: dist.ProcessGroup | None = None) -> Metrics:
-        """The metrics of all ranks of `group` together; every rank gets the same. Two collectives.
+        """The metrics of all ranks of `group` together; every rank gets the same.
 
-        The ranks first tell each other which metrics they have: on the CPU and under `set_checks(True)` every time,
-        else once for each set of names.
+        Two collectives. The ranks first tell each other which metrics they have: on the CPU and under
+        `set_checks(True)` every time, else once for each set of names.
+
+        Args:
+            group: a process group that this rank is in; None: all ranks.
+
+        Returns:
+            A new `Metrics`.
 
         Raises:
+            TypeError: `group` is none that this rank is in.
             ValueError: on every rank, if one has other metrics, or the same in another order.
         """
         kept = [*self._means.values(), *self._variances.values()]

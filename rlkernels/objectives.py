@@ -31,22 +31,22 @@ LEVELS = ("token", "sequence_mean", "sequence_product")
 class Tokens(NamedTuple):
     """What an objective sees: flat `[N]`, zero wherever `mask` is."""
 
-    logp: Tensor
-    old_logp: Tensor
+    logp: Tensor  # what gradients reach
+    old_logp: Tensor  # on-policy: logp without its gradient
     log_ratio: Tensor  # logp - old_logp
-    advantages: Tensor
+    advantages: Tensor  # 0 where a weight is 0
     mask: Tensor  # bool
-    segments: Segments
+    segments: Segments  # the sequences: sums over each, and values of each spread over its tokens
     extras: Mapping[str, Tensor]  # `[N]`, of the batch's extras
 
 
 class PolicyTerms(NamedTuple):
     """Per token, flat `[N]`: the policy term, the ratio it used, and where it was clipped."""
 
-    loss: Tensor
-    ratio: Tensor
-    clipped_low: Tensor
-    clipped_high: Tensor
+    loss: Tensor  # the policy term
+    ratio: Tensor  # of the objective's level
+    clipped_low: Tensor  # bool
+    clipped_high: Tensor  # bool
 
 
 def limited_exp(log_ratio: Tensor) -> Tensor:
@@ -74,13 +74,16 @@ def sequence_lengths(tokens: Tokens) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Fields that every objective shares. Base class: use a subclass.
+    """Fields that every objective shares: the base class, of which a subclass is used.
 
         L = weight (policy_weight policy_term + kl_coef kl),   loss = reduce(L) - entropy_coef reduce(entropy)
 
+    A subclass of one's own defines `policy_terms`; it runs on every backend and in every path.
+
     Args:
         level: which ratio: `"token"`, `"sequence_mean"` (geometric mean of the sequence's token ratios) or
-            `"sequence_product"`.
+            `"sequence_product"`. `GSPO` and its subclasses have the latter two; `GRPO`, `ClipCov`, `CISPO`, `SAPO` and
+            `NFT` all three, the others the first.
         log_ratio_clamp: limits the log ratio, and the KL term's, to +- this; the gradient is 0 outside.
         kl_coef, kl_estimator: KL(policy || reference) from ref_logp: with x = ref_logp - logp,
             k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1.
@@ -89,6 +92,10 @@ class Objective:
         entropy_coef: weight of the entropy bonus; needs entropies.
         entropy_reduction: the bonus's reduction. The loss's `normalizer` applies to it where the two reductions are
             the same; only then does the bonus of micro-batches add up to the big batch's.
+
+    Raises:
+        TypeError, ValueError: a field out of its range, naming it. A loss whose batch lacks what a field needs
+            (`ref_logp` with `kl_coef`) raises ValueError.
     """
 
     level: str = "token"
@@ -120,7 +127,14 @@ class Objective:
                 raise ValueError(f"{name}: expected no value without kl_coef, got {value!r}")
 
     def check_batch(self, batch: PolicyBatch) -> None:
-        """Raises ValueError if the batch lacks what the objective needs."""
+        """Refuses a batch that lacks what the objective needs.
+
+        Args:
+            batch: a loss's, before anything is computed.
+
+        Raises:
+            ValueError: naming what is missing.
+        """
         if self.kl_coef != 0 and batch.ref_logp is None:
             raise ValueError(f"ref_logp: expected in the batch with kl_coef={self.kl_coef}, got None")
 
@@ -136,10 +150,32 @@ class Objective:
         return f"{type(self).__name__}({values})".replace("Ellipsis", "...")
 
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
+        """The objective's mathematics: each token's policy term, without weights, KL term and entropy bonus.
+
+        Args:
+            tokens: the batch's, flat `[N]`.
+
+        Returns:
+            `[N]` each, of `logp`'s dtype and bool. Gradients go through `loss`, and through `ratio` where it weights
+            the KL term. What stands where `mask` is zero is selected away.
+
+        Raises:
+            TypeError: by the base class, which has none.
+        """
         raise TypeError(f"{type(self).__name__} is a base class; use one of its subclasses")
 
     def kl_terms(self, logp: Tensor, ref_logp: Tensor, ratio: Tensor) -> Tensor:
-        """The KL estimate of every token; see the class."""
+        """The KL estimate of every token.
+
+            k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1,   x = ref_logp - logp
+
+        Args:
+            logp, ref_logp: `[N]` float, nats.
+            ratio: `[N]` float, what an importance-weighted estimate is multiplied by.
+
+        Returns:
+            `[N]`, of `logp`'s dtype, limited and weighted as the fields say.
+        """
         limit = min(self.log_ratio_clamp or LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         x = (ref_logp - logp).clamp(-limit, limit)
         estimates = {"k1": lambda: -x, "k2": lambda: 0.5 * x * x, "k3": lambda: torch.expm1(x) - x}
@@ -149,6 +185,16 @@ class Objective:
         return kl * ratio if self.kl_importance_weighted else kl
 
     def clamped_log_ratio(self, tokens: Tokens) -> Tensor:
+        """The log ratio of the objective's level.
+
+            clip(x, -log_ratio_clamp, log_ratio_clamp),   x: d, or its sequence's mean or sum;   d = logp - old_logp
+
+        Args:
+            tokens: the batch's, flat `[N]`.
+
+        Returns:
+            `[N]`, of `logp`'s dtype, with its gradient.
+        """
         log_ratio = level_log_ratio(tokens, self.level)
         if self.log_ratio_clamp is None:
             return log_ratio
@@ -207,6 +253,16 @@ class GRPO(Objective):
         self._require_positive("ratio_cap", optional=True)
 
     def surrogate_ratio(self, tokens: Tokens) -> Tensor:
+        """The ratio that is clipped.
+
+            r, or s of the sequence, by `level`
+
+        Args:
+            tokens: the batch's, flat `[N]`.
+
+        Returns:
+            `[N]`, of `logp`'s dtype, with its gradient.
+        """
         return limited_exp(self.clamped_log_ratio(tokens))
 
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
@@ -223,9 +279,21 @@ class GRPO(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class GSPO(GRPO):
-    """GRPO's surrogate of the sequence ratio s = exp(sum_t m (logp - old_logp) / n), gradient through s.
+    """GRPO's surrogate of the ratio of whole sequences.
+
+        -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A),   s = exp(sum_t m (logp - old_logp) / n), gradient through s
+
+    Args:
+        level: `"sequence_mean"`, or `"sequence_product"`: s without the root 1 / n.
+        clip_low, clip_high: as in `GRPO`.
 
     Source: GSPO (2507.18071), section 4.1; the clip range is its section 5.1's.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> batch = rlkernels.PolicyBatch(None, torch.tensor([1.0]), old_logp=torch.tensor([[-1.0, -2.0]]))
+        >>> rlkernels.logp_policy_loss(torch.tensor([[-0.5, -2.5]]), batch, rlkernels.GSPO()).loss.item()  # s = 1
+        -1.0
     """
 
     level: str = "sequence_mean"
@@ -239,11 +307,21 @@ class GSPO(GRPO):
 
 @dataclass(frozen=True, kw_only=True)
 class GSPOToken(GSPO):
-    """GSPO with the ratio sg[s] exp(logp - sg[logp]): s in value, a token's own gradient.
+    """GSPO whose ratio is s in value, with a token's own gradient.
+
+        -min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A),   s_t = sg[s] exp(logp - sg[logp])
 
     Equal to `GSPO` while a sequence's advantages are equal; otherwise each token follows its own advantage.
 
     Source: GSPO (2507.18071), section 4.3.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> logp = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+        >>> batch = rlkernels.PolicyBatch(None, torch.tensor([[1.0, 0.0]]), old_logp=logp.detach())
+        >>> rlkernels.logp_policy_loss(logp, batch, rlkernels.GSPOToken()).loss.backward()
+        >>> logp.grad.tolist()  # GSPO's: -0.25 each
+        [[-0.5, 0.0]]
     """
 
     def surrogate_ratio(self, tokens: Tokens) -> Tensor:
@@ -258,6 +336,12 @@ class LUSPO(GSPO):
         mean_i n_i (surrogate of sequence i)
 
     Source: LUSPO (2602.05261); as TRL's, whose clip range is the configuration's: this is GSPO's.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> batch = rlkernels.PolicyBatch(None, torch.tensor([1.0]))
+        >>> rlkernels.logp_policy_loss(torch.tensor([[-1.0, -2.0]]), batch, rlkernels.LUSPO()).loss.item()
+        -2.0
     """
 
 
@@ -277,6 +361,13 @@ class GMPO(Objective):
             `level="sequence_product"`.
 
     Source: GMPO (2507.20673); batched as verl's `geo_mean`.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> batch = rlkernels.PolicyBatch(None, torch.tensor([1.0]), old_logp=torch.tensor([[-1.0, -2.0]]))
+        >>> out = rlkernels.logp_policy_loss(torch.tensor([[0.0, -2.0]]), batch, rlkernels.GMPO())
+        >>> round(out.loss.item(), 6)  # -exp((0.4 + 0) / 2)
+        -1.221403
     """
 
     log_clip_low: float = 0.4
@@ -325,6 +416,12 @@ class CISPO(Objective):
         ratio_min: >= 0, or None for none.
 
     Source: MiniMax-M1 (2506.13585).
+
+    Example:
+        >>> import torch, rlkernels
+        >>> batch = rlkernels.PolicyBatch(None, torch.tensor([1.0]), old_logp=torch.tensor([[-1.5]]))
+        >>> rlkernels.logp_policy_loss(torch.tensor([[-0.5]]), batch, rlkernels.CISPO(ratio_max=2.0)).loss.item()
+        1.0
     """
 
     ratio_max: float
@@ -357,6 +454,12 @@ class SAPO(Objective):
         tau_pos, tau_neg: > 0.
 
     Source: SAPO (2511.20347).
+
+    Example:
+        >>> import torch, rlkernels
+        >>> batch = rlkernels.PolicyBatch(None, torch.tensor([1.0]))
+        >>> rlkernels.logp_policy_loss(torch.tensor([[-1.0]]), batch, rlkernels.SAPO()).loss.item()  # -4 sigmoid(0)
+        -2.0
     """
 
     tau_pos: float = 1.0
@@ -389,13 +492,22 @@ class NFT(Objective):
         min_ratio: > 0 (epsilon).
         prompt_weight: w: `"failure_rate"` = 1 - q, `"sqrt_failure_odds"` = sqrt((1 - q) / q), `"uniform"` = 1.
         negative_weight: 0 is rejection-sampling fine-tuning.
-        rate_clamp, log_ratio_max: as the authors have them.
+        rate_clamp: (low, high), limits of q, 0 < low <= high < 1, as the authors have them.
+        log_ratio_max: > 0, as the authors have it.
 
     Needs `PolicyBatch(extras={"success_rate": ...})`, `[B]`: the share of correct answers to each one's prompt.
     Advantages say no more than correct or not: pass `2 * correct - 1`, since group advantages are 0 where a whole group
     is correct.
 
     Source: NFT (2505.18116) and its `dp_actor.py`, which divides the sum over tokens by 1000.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> old_logp, rate = torch.tensor([[-0.5]]), torch.tensor([0.5])
+        >>> batch = rlkernels.PolicyBatch(None, torch.tensor([1.0]), old_logp=old_logp, extras={"success_rate": rate})
+        >>> out = rlkernels.logp_policy_loss(torch.tensor([[-1.0]]), batch, rlkernels.NFT(), reduction="token_sum")
+        >>> out.loss.item()  # 0.5 x 0.5
+        0.25
     """
 
     min_ratio: float = 1.0
@@ -453,7 +565,13 @@ class Reinforce(Objective):
 
         -A logp
 
-    Source: Williams, 1992.
+    Source: REINFORCE (Williams, 1992).
+
+    Example:
+        >>> import torch, rlkernels
+        >>> batch = rlkernels.PolicyBatch(None, torch.tensor([1.0]))
+        >>> rlkernels.logp_policy_loss(torch.tensor([[-0.5]]), batch, rlkernels.Reinforce()).loss.item()
+        0.5
     """
 
     def __post_init__(self) -> None:

@@ -49,6 +49,7 @@ RECIPES = {
     "clip_cov": Recipe(ClipCov(), "token_mean"),
     "kl_cov": Recipe(KLCov(), "token_mean"),
 }
+"""Loss types by the names that trainers give them: an objective, a reduction, and what the batch must hold."""
 
 _RECIPE_OF_CLASS = {
     GRPO: "grpo",

@@ -22,6 +22,18 @@ REDUCTIONS = (
     "token_sum",
     "none",
 )
+"""How the values of tokens become one loss.
+
+    token_mean               sum / valid tokens
+    seq_mean_token_mean      sum_i (sum_t / n_i) / B
+    seq_mean_token_sum       sum / B
+    seq_mean_token_sum_norm  sum / normalizer               (B x maximum length)
+    token_sum                sum
+    none                     the values, in the tokens' shape
+
+n_i are the valid tokens of sequence i; B counts every sequence; empty ones, and an empty batch, give 0. `normalizer`
+replaces the denominator (B of `seq_mean_token_mean`).
+"""
 
 Normalizer = float | Tensor
 
@@ -49,13 +61,6 @@ def reduce_tokens(
 ) -> Tensor:
     """One 0-d loss from `values [N]`, which are zero where `mask` is; `[N]` for `none`.
 
-        token_mean               sum / valid tokens
-        seq_mean_token_mean      sum_i (sum_t / n_i) / B
-        seq_mean_token_sum       sum / B
-        seq_mean_token_sum_norm  sum / normalizer               (B x maximum length)
-        token_sum                sum
-
-    B counts every sequence; empty ones give 0. `normalizer` replaces the denominator. An empty batch gives 0.
     Of sequences spread over ranks it is this rank's share of the loss, under the whole's denominators.
     """
     if reduction == "none":
@@ -111,15 +116,15 @@ def global_normalizer(
             `cp_group` has ranks: divide what is averaged over ranks for a log by that.
         gradients: `"mean"` where the trainer averages gradients over ranks (DDP, FSDP), `"sum"` where it adds
             them.
-        max_length: for `seq_mean_token_sum_norm`.
+        max_length: >= 1, tokens of the longest response, for `seq_mean_token_sum_norm`; else None.
         count_empty: whether sequences without a trained token are counted: TRL does, verl and OpenRLHF do not.
 
     Returns:
         0-d float32 on the masks' device. No synchronisation with the host.
 
     Raises:
-        TypeError, ValueError: unknown reduction or `gradients`, no masks, `max_length` missing or without effect. Of
-            one rank alone: the others wait for the group's timeout.
+        TypeError, ValueError: unknown reduction or `gradients`, no masks, `max_length` missing or without effect, a
+            group without `torch.distributed`. Of one rank alone: the others wait for the group's timeout.
 
     Example:
         >>> import torch, rlkernels

@@ -22,7 +22,16 @@ from rlkernels.schedules import DEFAULT_CHUNK_BYTES
 
 
 class TokenStats(NamedTuple):
-    """Statistics of each token's distribution, each of `targets`' shape; None where not asked for."""
+    """Statistics of each token's distribution, each of `targets`' shape; None where not asked for.
+
+    Attributes:
+        logp: log-probability of the target, nats.
+        entropy: nats.
+        lse: log of the sum of e^z.
+        log_sum_sq_probs: log of the sum of squared probabilities.
+        mean_logits: mean of z over the vocabulary.
+        is_top1: bool: the target is the first maximum of z.
+    """
 
     logp: Tensor
     entropy: Tensor | None
@@ -80,6 +89,8 @@ def token_stats(
         TypeError, ValueError: a wrong type, dtype, shape, device or value, naming the argument. Labels and
             temperatures on a GPU are checked only under `set_checks(True)`; unchecked, a bad one gives NaN in
             its row. With `tp_group` on all of its ranks, whichever has it.
+        RuntimeError: the selected backend cannot run on this device; in backward, a gradient to be differentiated again
+            (`create_graph=True`), but on the reference backend.
 
     Example:
         >>> import torch, rlkernels

@@ -33,7 +33,7 @@ class NonFinite(NamedTuple):
     sequence: int | None  # None: it is not by token
     token: int | None  # within the sequence
     position: tuple[int, ...]  # within the token's row, or in the whole tensor
-    value: float
+    value: float  # NaN, inf or -inf
     entries: int  # that are not finite, of all sequences
 
     def __str__(self) -> str:
@@ -46,18 +46,24 @@ class Deviation(NamedTuple):
     """Of one quantity under one backend: the largest error, in units of the largest exact magnitude."""
 
     backend: str
-    quantity: str
+    quantity: str  # "logp", "entropy", "loss of a token", "loss", "gradient of logits", ...
     error: float
     torch_error: float  # of plain PyTorch in the inputs' dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare_with_reference` found; `str()` of it is a report."""
+    """What `compare_with_reference` found; `str()` of it is a report.
 
-    non_finite: tuple[NonFinite, ...]  # inputs first, then what is computed from them in float64, in order
+    Attributes:
+        non_finite: inputs first, then what is computed from them in float64, in order.
+        deviations: of each quantity under each backend that ran.
+        unavailable: backend -> why it did not run.
+    """
+
+    non_finite: tuple[NonFinite, ...]
     deviations: tuple[Deviation, ...]
-    unavailable: Mapping[str, str]  # backend -> why it did not run
+    unavailable: Mapping[str, str]
 
     @property
     def first(self) -> NonFinite | None:
@@ -99,12 +105,13 @@ def compare_with_reference(
 
     Args:
         batch, objective, reduction, normalizer: as in `policy_loss`.
-        logits: for `policy_loss`; or `hidden`, `weight` and `bias` for `linear_policy_loss`; or `logp` and `entropy`
-            for `logp_policy_loss`. None of them is changed or gets a gradient.
+        logits: for `policy_loss`, or the following in its place. None of them is changed or gets a gradient.
+        hidden, weight, bias: for `linear_policy_loss`.
+        logp, entropy: for `logp_policy_loss`.
         options: `temperature`, `softcap`, `logit_scale` of these functions.
 
     Returns:
-        `Comparison(non_finite, deviations, unavailable)`.
+        `Comparison(non_finite, deviations, unavailable)`; `print` it.
 
     Raises:
         TypeError, ValueError: none or several of `logits`, `hidden` and `logp`, or what the loss itself refuses.
@@ -177,9 +184,24 @@ def save_call(
 def load_call(path: str | Path) -> dict[str, Any]:
     """The keyword arguments of `compare_with_reference` that `save_call` wrote; runs no code from the file.
 
+    Args:
+        path: of the file.
+
+    Returns:
+        Keyword arguments, tensors on the CPU.
+
     Raises:
         ValueError: a file that is not `save_call`'s.
         OSError: it cannot be read.
+
+    Example:
+        >>> import pathlib, tempfile, torch, rlkernels
+        >>> from rlkernels.testing import compare_with_reference, load_call, save_call
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "batch.pt")
+        >>> batch = rlkernels.PolicyBatch(torch.tensor([[1, 2]]), torch.tensor([1.0]))
+        >>> save_call(path, batch, logits=torch.zeros(1, 2, 5))
+        >>> compare_with_reference(**load_call(path)).first is None
+        True
     """
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)

@@ -23,7 +23,18 @@ from rlkernels.segments import Segments
 
 
 class PolicyLoss(NamedTuple):
-    """`loss` is 0-d (the tokens' shape with `reduction="none"`); `logp` and `entropy` are detached."""
+    """A loss, and what was measured on the way; all but `loss` is detached.
+
+    Attributes:
+        loss: 0-d (the tokens' shape with `reduction="none"`), float32 (float64 for float64 input).
+        metrics: over the trained tokens: `ratio_mean`, `ratio_variance`, `ratio_min` and `ratio_max` of the objective's
+            ratio; `clip_frac_low` and `clip_frac_high`, shares of clipped tokens, and `..._min`, `..._max`, the extreme
+            sequences' shares; `approx_kl_k1` = mean(-d) and `approx_kl_k3` = mean(e^d - 1 - d), d = logp - old_logp, in
+            nats; where there are such, `weight_mean`, `policy_weight_mean`, `ref_kl` and `entropy`. A callable
+            objective has no ratio, and nothing of it here.
+        logp: the tokens' shape, nats.
+        entropy: likewise; None where there is none.
+    """
 
     loss: Tensor
     metrics: Metrics

@@ -28,12 +28,19 @@ class VESPO(Objective):
     Args:
         k_pos, k_neg, lambda_pos, lambda_neg: >= 0.
         log_ratio_clamp: limits each d before the sum (TRL's 20).
-        log_weight_clamp: (low, high), limits of log w.
+        log_weight_clamp: (low, high), limits of log w; low <= 0 <= high <= 80.
 
     A correction of the rollout engine's log-probabilities belongs into w: pass `old_logp - log(correction)` as
     old_logp, and no `policy_weight`.
 
     Source: VESPO (2602.10693); defaults as TRL's.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> batch = rlkernels.PolicyBatch(None, torch.tensor([1.0]), old_logp=torch.tensor([[-1.0]]))
+        >>> vespo = rlkernels.VESPO(k_pos=1.0, lambda_pos=0.0)
+        >>> round(rlkernels.logp_policy_loss(torch.tensor([[-0.5]]), batch, vespo).loss.item(), 6)  # e^0.5 / 2
+        0.824361
     """
 
     log_ratio_clamp: float | None = 20.0
@@ -96,6 +103,14 @@ class DPPO(Objective):
 
     Source: DPPO (2602.04879), its "binary" divergences; batched as verl's `dppo_tv` and `dppo_kl`, whose
     log_ratio_clamp is 20.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> batch = rlkernels.PolicyBatch(None, torch.tensor([1.0]), old_logp=torch.tensor([[0.5, 0.5]]).log())
+        >>> logp = torch.tensor([[0.9, 0.6]]).log()
+        >>> loss = rlkernels.logp_policy_loss(logp, batch, rlkernels.DPPO(), reduction="none").loss
+        >>> [round(value, 4) for value in loss[0].tolist()]  # the first is 0.4 above, outside; -1.2 log 0.6
+        [0.0, 0.613]
     """
 
     divergence: str = "tv"
@@ -141,6 +156,12 @@ class DRO(Objective):
         beta: > 0.
 
     Source: DRO (2405.19107); by token as verl's `dro`.
+
+    Example:
+        >>> import torch, rlkernels
+        >>> batch = rlkernels.PolicyBatch(None, torch.tensor([1.0]), old_logp=torch.tensor([[-1.0]]))
+        >>> rlkernels.logp_policy_loss(torch.tensor([[-0.5]]), batch, rlkernels.DRO(beta=2.0)).loss.item()
+        0.75
     """
 
     beta: float

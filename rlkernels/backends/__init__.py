@@ -24,6 +24,12 @@ _selected = os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
 def backend() -> str:
     """Name of the selected backend: `set_backend`'s, else what `RLKERNELS_BACKEND` held at import, else `"auto"`.
 
+    Returns:
+        `"auto"`, `"cpu"`, `"cuda"`, `"triton"` or `"reference"`.
+
+    Raises:
+        ValueError: `RLKERNELS_BACKEND` holds another name.
+
     Example:
         >>> import rlkernels
         >>> rlkernels.backend() in ("auto", "cpu", "cuda", "triton", "reference")
@@ -37,7 +43,11 @@ def set_backend(name: str) -> str:
     """Select the backend of every later call: `"auto"`, `"cpu"`, `"cuda"`, `"triton"` or `"reference"`.
 
     `"auto"` takes the C++ kernels for CPU tensors, Triton for GPU tensors and plain PyTorch for other devices.
-    An explicit choice is never replaced by another.
+    An explicit choice is never replaced by another. Before a GPU kernel's first use in a process a small result of it
+    is compared with plain PyTorch's, and RuntimeError raised if it is wrong; `RLKERNELS_SELF_CHECK=0` leaves that out.
+
+    Args:
+        name: one of these.
 
     Returns:
         The name that was selected before.
@@ -106,7 +116,19 @@ _CUDA_ERROR = _cuda_error()
 
 
 def why_unavailable(name: str) -> str | None:
-    """None if backend `name` can run here, else the reason."""
+    """None if backend `name` can run here, else the reason.
+
+    Args:
+        name: `"cpu"`, `"cuda"`, `"triton"`; `"auto"` and `"reference"` always can.
+
+    Returns:
+        A sentence for people, or None.
+
+    Example:
+        >>> from rlkernels.backends import why_unavailable
+        >>> why_unavailable("reference") is None
+        True
+    """
     if name == "cpu" and _NATIVE_ERROR is not None:
         return f"the C++ extension does not import ({_NATIVE_ERROR}); reinstall with a C++17 compiler"
     if name == "cuda" and _CUDA_ERROR is not None:

@@ -32,7 +32,7 @@ def group_advantages(
         `[B]`, float32 (float64 for float64 rewards).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: GRPO (2402.03300), Dr.GRPO (2503.20783).
 
@@ -53,6 +53,8 @@ def group_advantages(
 def group_std(rewards: Tensor, groups: int | Tensor, *, ddof: int = 1) -> Tensor:
     """The standard deviation of each response's group.
 
+        std_g = sqrt(sum_j (r_j - mean_g)^2 / (n - ddof))          n finite rewards in the group
+
     Exactly 0 for a group of equal rewards and for a group of one. NaN rewards take no part.
 
     Args:
@@ -64,7 +66,7 @@ def group_std(rewards: Tensor, groups: int | Tensor, *, ddof: int = 1) -> Tensor
         `[B]`, float32 (float64 for float64 rewards).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: GRPO (2402.03300).
 
@@ -102,7 +104,7 @@ def leave_one_out_advantages(rewards: Tensor, groups: int | Tensor) -> Tensor:
         `[B]`, float32 (float64 for float64 rewards).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: RLOO (2402.14740).
 
@@ -134,7 +136,7 @@ def mixed_groups(rewards: Tensor, groups: int | Tensor) -> Tensor:
         `[B]` bool.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: DAPO (2503.14476), equation 11.
 
@@ -154,7 +156,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, *, fa
         min(0, -factor (length - (max_length - buffer_length)) / buffer_length)
 
     Args:
-        lengths: `[B]`, tokens of each response.
+        lengths: `[B]`, float or integer, tokens of each response.
         max_length: longest response that is generated.
         buffer_length: > 0, at most `max_length`: the penalty falls linearly over the last tokens.
         factor: >= 0: the penalty at `max_length`.
@@ -163,7 +165,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer_length: int, *, fa
         `[B]` float32 (float64 for float64 lengths).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: DAPO (2503.14476), equation 13; as in verl, longer responses are not cut off at -factor.
 

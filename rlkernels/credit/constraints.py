@@ -22,7 +22,8 @@ def constraint_satisfaction_rate(satisfied: Tensor) -> Tensor:
         `[B]`, float32 (float64 for float64 scores); NaN, which `group_advantages` leaves out, where no criterion is.
 
     Raises:
-        TypeError, ValueError: naming the argument. Values on a GPU are checked only under `set_checks(True)`.
+        TypeError, ValueError: an argument that is not as above, naming it. Values on a GPU are checked only under
+            `set_checks(True)`.
 
     Source: CoRT (counterfactual replay over tokens); no public code.
 

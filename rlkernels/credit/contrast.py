@@ -55,8 +55,8 @@ def counterfactual_contrast(
         Like `targets`, or `[K, ...]`; float32 (float64 where a log-probability is), nats, detached.
 
     Raises:
-        TypeError, ValueError: naming the argument. Labels, rows and temperatures on a GPU are checked only under
-            `set_checks(True)`; unchecked, a bad one gives NaN in its place.
+        TypeError, ValueError: an argument that is not as above, naming it. Labels, rows and temperatures on a GPU are
+            checked only under `set_checks(True)`; unchecked, a bad one gives NaN in its place.
 
     Source: CoRT (counterfactual replay over tokens); no public code.
 
@@ -104,6 +104,8 @@ def linear_counterfactual_contrast(
     chunk_bytes: int | None = None,
 ) -> Tensor:
     """`counterfactual_contrast` of `hidden @ weight.T + bias`, in memory that `chunk_bytes` bounds.
+
+        logits = hidden @ weight.T + bias;   everything else as in `counterfactual_contrast`
 
     Only the rows that score a target go through the GEMMs.
 
@@ -227,18 +229,22 @@ def _contrast(
 def contrast_by_span(contrast: Tensor, spans: Tensor, *, mask: Tensor | None = None, reduction: str = "mean") -> Tensor:
     """Mean or sum of the contrast over spans of each response: its sentences, or the places that a rule is about.
 
+        sum_t D_t / #t          reduction="mean"        over the valid tokens t of the span
+        sum_t D_t               reduction="sum"
+
     Args:
-        contrast: `[B, T]` nats, of `counterfactual_contrast`.
+        contrast: `[B, T]` float, nats, of `counterfactual_contrast`.
         spans: `[B, S, 2]` integers: first token and the token after the last, in [0, T]. Spans may overlap; an empty
             one pads the rows of responses that have fewer.
         mask: `[B, T]`, any dtype, nonzero = valid; None: all tokens are. What lies under mask 0 is not read.
-        reduction: `"mean"` (over the valid tokens of the span) or `"sum"`.
+        reduction: `"mean"` or `"sum"`.
 
     Returns:
         `[B, S]`, float32 (float64 for a float64 contrast), nats, detached; 0 for a span without a valid token.
 
     Raises:
-        TypeError, ValueError: naming the argument. Spans on a GPU are checked only under `set_checks(True)`.
+        TypeError, ValueError: an argument that is not as above, naming it. Spans on a GPU are checked only under
+            `set_checks(True)`.
 
     Source: CoRT (counterfactual replay over tokens); no public code.
 

@@ -30,7 +30,7 @@ def pool_hidden(hidden: Tensor, mask: Tensor) -> Tensor:
         `[B, H]`, float32 (float64 for float64 states).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: CLIPO (Qwen-Applications/CLIPO), which pools the states that the rollout engine returns.
 
@@ -60,8 +60,6 @@ class ContrastiveHead(nn.Module):
         hidden_size: H.
         embedding_size: D; the authors take 512 and 2048.
 
-    Shapes: `[B, H]` float -> `[B, D]`, in the weight's dtype.
-
     Source: CLIPO (Qwen-Applications/CLIPO); trained by AdamW with learning rate 1e-3.
 
     Example:
@@ -77,16 +75,27 @@ class ContrastiveHead(nn.Module):
         self.projection = nn.Linear(hidden_size, embedding_size, bias=False)
 
     def forward(self, pooled: Tensor) -> Tensor:
+        """Embeddings of length 1.
+
+        Args:
+            pooled: `[B, H]` float, of `pool_hidden`.
+
+        Returns:
+            `[B, D]`, in the weight's dtype.
+
+        Raises:
+            TypeError, ValueError: an argument that is not as above, naming it.
+        """
         checks.require_floats("pooled", pooled, "B", self.projection.in_features)
         return nn.functional.normalize(self.projection(pooled.to(self.projection.weight.dtype)), dim=-1)
 
 
 class ContrastiveLoss(NamedTuple):
-    """`loss` is 0-d, the mean over anchors; `per_response [B]` is 0 where `is_anchor [B]` is False."""
+    """A loss, of each response too."""
 
-    loss: Tensor
-    per_response: Tensor
-    is_anchor: Tensor
+    loss: Tensor  # 0-d: the mean over anchors
+    per_response: Tensor  # [B], 0 where `is_anchor` is False
+    is_anchor: Tensor  # [B] bool
 
 
 def contrastive_loss(
@@ -126,7 +135,8 @@ def contrastive_loss(
         `ContrastiveLoss(loss, per_response, is_anchor)`, float32 (float64 for float64 embeddings).
 
     Raises:
-        TypeError, ValueError: naming the argument. A bad positive on a GPU gives NaN unless `set_checks(True)`.
+        TypeError, ValueError: an argument that is not as above, naming it. A bad positive on a GPU gives NaN unless
+            `set_checks(True)`.
 
     Source: CLIPO (Qwen-Applications/CLIPO). As in its code an anchor is not in its own denominator.
 
@@ -234,7 +244,7 @@ def contrastive_reward(per_response: Tensor, *, weight: float = 0.2, floor: floa
         `[B]`, float32 (float64 for float64 losses).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: CLIPO (Qwen-Applications/CLIPO).
 

@@ -29,7 +29,7 @@ def reference_probability_reward(answer_logp: Tensor, answer_mask: Tensor, *, ki
         `[B]`, float32 (float64 for float64 log-probabilities), in [0, 1].
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: RLPR (2506.18254); its code also rounds to bfloat16, which is left out. VeriFree (2505.21493).
 
@@ -84,7 +84,8 @@ def verifree_advantages(
         `[B, T]`, float32 (float64 for float64 log-probabilities).
 
     Raises:
-        TypeError, ValueError: naming the argument. Masks on a GPU are checked only under `set_checks(True)`.
+        TypeError, ValueError: an argument that is not as above, naming it. Masks on a GPU are checked only under
+            `set_checks(True)`.
 
     Source: VeriFree (2505.21493) and sail-sg/VeriFree.
 

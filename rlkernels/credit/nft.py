@@ -25,7 +25,7 @@ def success_rates(correct: Tensor, groups: int | Tensor) -> Tensor:
         `[B]`, float32 (float64 for float64 `correct`).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: NFT (2505.18116). Its code gives a group of one 1/2; here it has 0 or 1, and is filtered.
 

@@ -28,9 +28,10 @@ def prefix_set_counts(token_ids: Tensor, lengths: Tensor, groups: int | Tensor) 
         `[B, T]` int32, 1 at padding.
 
     Raises:
-        TypeError, ValueError: naming the argument. Lengths on a GPU are checked only under `set_checks(True)`.
+        TypeError, ValueError: an argument that is not as above, naming it. Lengths on a GPU are checked only under
+            `set_checks(True)`.
 
-    Source: lambda-GRPO, `InfPRMTree` of coli-saar/grpo-prm; see the cases P1 to P8 of the tests.
+    Source: lambda-GRPO (2509.21154), `InfPRMTree` of coli-saar/grpo-prm.
 
     Example:
         >>> import torch

@@ -43,7 +43,7 @@ def prefix_tree(token_ids: Tensor, lengths: Tensor, groups: int | Tensor) -> lis
         `PrefixNode(start, end, members, parent)` of all groups, parents before their children.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: lambda-GRPO (2509.21154), the tree B(G) of process sets.
 
@@ -110,7 +110,8 @@ def prefix_tree_summary(token_ids: Tensor, lengths: Tensor, groups: int | Tensor
         `PrefixTreeSummary(path_depth, intermediate_proportion, nontrivial_group_share)`.
 
     Raises:
-        TypeError, ValueError: naming the argument. Lengths on a GPU are checked only under `set_checks(True)`.
+        TypeError, ValueError: an argument that is not as above, naming it. Lengths on a GPU are checked only under
+            `set_checks(True)`.
 
     Source: lambda-GRPO (2509.21154), its measurements of real groups.
 
@@ -154,13 +155,14 @@ def process_set_rewards(token_ids: Tensor, lengths: Tensor, rewards: Tensor, gro
     Args:
         token_ids, lengths, groups: see `prefix_tree`. Every row is compared with the G rows of its group, or with B
             rows where ids on a GPU hide how large the groups are.
-        rewards: `[B]`. One that is not finite is left out; a set without any finite reward gives NaN.
+        rewards: `[B]`, float or integer. One that is not finite is left out; a set without any finite reward gives NaN.
 
     Returns:
         `[B, T]`, float32 (float64 for float64 rewards), 0 at padding.
 
     Raises:
-        TypeError, ValueError: naming the argument. Lengths on a GPU are checked only under `set_checks(True)`.
+        TypeError, ValueError: an argument that is not as above, naming it. Lengths on a GPU are checked only under
+            `set_checks(True)`.
 
     Source: lambda-GRPO (2509.21154), Theorem 1.
 

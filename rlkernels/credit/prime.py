@@ -24,8 +24,8 @@ def implicit_process_rewards(
     Masked entries give 0 and are not read. No gradient: a reward is not trained through.
 
     Args:
-        logp: `[B, T]`, the reward model's log-probabilities of the response's tokens.
-        ref_logp: `[B, T]`, its reference model's.
+        logp: `[B, T]` float, nats: the reward model's log-probabilities of the response's tokens.
+        ref_logp: `[B, T]` float: its reference model's.
         mask: `[B, T]`, any dtype, nonzero = token of the response.
         beta: > 0. The paper's is 0.05; the authors' code has no beta here (1.0).
         batch_norm: the authors' code divides by the largest finite return in the batch, the paper does not.
@@ -34,7 +34,7 @@ def implicit_process_rewards(
         `[B, T]`, float32 (float64 for float64 input).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: PRIME (2502.01456); `dp_prime.py` of PRIME-RL/PRIME.
 
@@ -79,8 +79,8 @@ def prime_advantages(
     all finite is nobody's baseline and gets 0.
 
     Args:
-        process_rewards: `[B, T]`, see `implicit_process_rewards`.
-        outcome_rewards: `[B]`.
+        process_rewards: `[B, T]`, float or integer, see `implicit_process_rewards`.
+        outcome_rewards: `[B]`, float or integer.
         mask: `[B, T]`, any dtype, nonzero = trained.
         groups: group size (consecutive rows), or `[B]` integer ids.
         baseline: `"paper"` or `"code"`: that of the authors' code adds (r_s - m_i) / (K - 1).
@@ -91,7 +91,7 @@ def prime_advantages(
         `[B, T]`, float32 (float64 for float64 rewards), 0 where masked.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: PRIME (2502.01456); `compute_rloo_returns` of PRIME-RL/PRIME.
 
@@ -141,17 +141,18 @@ def implicit_prm_loss(logp: Tensor, ref_logp: Tensor, mask: Tensor, outcomes: Te
     gradient; one whose outcome is not finite is left out.
 
     Args:
-        logp: `[B, T]`, the reward model's log-probabilities of the response's tokens.
-        ref_logp: `[B, T]`, its reference model's.
+        logp: `[B, T]` float, nats: the reward model's log-probabilities of the response's tokens.
+        ref_logp: `[B, T]` float: its reference model's.
         mask: `[B, T]`, any dtype, nonzero = token of the response.
-        outcomes: `[B]` in [0, 1], fractions allowed.
+        outcomes: `[B]`, float or integer, in [0, 1], fractions allowed.
         beta: > 0.
 
     Returns:
         0-d, float32 (float64 for float64 log-probabilities); 0 for no response.
 
     Raises:
-        TypeError, ValueError: naming the argument. Outcomes on a GPU are checked only under `set_checks(True)`.
+        TypeError, ValueError: an argument that is not as above, naming it. Outcomes on a GPU are checked only under
+            `set_checks(True)`.
 
     Source: PRIME (2502.01456); `compute_ce_dpo_loss_rm` of PRIME-RL/PRIME.
 
@@ -193,7 +194,7 @@ def accuracy_filter(accuracies: Tensor, groups: int | Tensor, *, low: float = 0.
     Accuracies that are not finite (rejected responses) take no part and are not kept.
 
     Args:
-        accuracies: `[B]`, usually 0 or 1.
+        accuracies: `[B]`, float or integer, usually 0 or 1.
         groups: group size (consecutive rows), or `[B]` integer ids.
         low, high: inclusive bounds.
 
@@ -201,7 +202,7 @@ def accuracy_filter(accuracies: Tensor, groups: int | Tensor, *, low: float = 0.
         `[B]` bool.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: PRIME (2502.01456); `filter` in `ray_trainer.py` of PRIME-RL/PRIME.
 

@@ -29,7 +29,7 @@ def replay_weights(
     response of one token they are exactly 1.
 
     Args:
-        contrast: `[B, T]` nats, of `counterfactual_contrast`.
+        contrast: `[B, T]` float, nats, of `counterfactual_contrast`.
         mask: `[B, T]`, any dtype, nonzero = valid. What lies under mask 0 is not read and gets weight 0. NaN elsewhere
             makes the weights of its response NaN.
         sharpness: >= 0, the slope of the sigmoid.
@@ -42,7 +42,7 @@ def replay_weights(
         `[B, T]`, float32 (float64 for a float64 contrast), detached.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: CoRT (counterfactual replay over tokens); no public code.
 
@@ -90,7 +90,7 @@ def smoothstep_ramp(step: float, warmup: float, length: float) -> float:
         A number in [0, 1], for `replay_weights`.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: CoRT (counterfactual replay over tokens); no public code.
 

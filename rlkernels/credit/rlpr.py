@@ -26,14 +26,14 @@ def debias_reward(
     Args:
         rewards: `[B]` float, of `reference_probability_reward`.
         base_rewards: `[B]` float: the same answer's reward without any reasoning.
-        format_rewards: `[B]`, 1 where the format is right, else 0.
+        format_rewards: `[B]`, float or integer: 1 where the format is right, else 0.
         format_coefficient: c, in [0, 1].
 
     Returns:
         `[B]`, float32 (float64 for float64 rewards).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: RLPR (2506.18254); the format's share is that of its code.
 
@@ -70,7 +70,7 @@ class StdFilter:
         skipped, warmup: >= 0.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: RLPR (2506.18254); the steps are those of its code (averaging from step 6, filtering from 11).
 
@@ -95,7 +95,7 @@ class StdFilter:
         self.averaged = torch.zeros(())  # steps in the mean: those that had a group with a spread
 
     def __call__(self, rewards: Tensor, groups: int | Tensor) -> Tensor:
-        """`[B]` bool; `rewards` and `groups` as in `group_std`, of a whole step."""
+        """Which responses of a step are kept, `[B]` bool; `rewards` and `groups` as in `group_std`."""
         std = wide(group_std(rewards, groups))
         self.step += 1
         keep = rewards.isfinite()
@@ -116,10 +116,22 @@ class StdFilter:
         return keep
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: the step and the mean, as numbers."""
+        """What a checkpoint needs: the step and the mean, as numbers.
+
+        Returns:
+            For `load_state_dict`. Reads the mean on the host.
+        """
         return {"step": self.step, "mean": float(self.mean), "averaged": int(self.averaged)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was called.
+
+        Args:
+            state: what it returned.
+
+        Raises:
+            ValueError: something else.
+        """
         if sorted(state) != ["averaged", "mean", "step"]:
             raise ValueError(f"state: expected step, mean and averaged, got {sorted(state)}")
         self.step = int(state["step"])

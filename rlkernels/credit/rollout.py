@@ -45,10 +45,10 @@ def rollout_weights(
         `[B, T]` for tokens, else `[B, 1]`, float32 (float64 for float64 log-probabilities).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
-    Source: truncated importance sampling (fengyao.notion.site/off-policy-rl), masked as in IcePop and in TRL, whose
-    default is `level="sequence", mode="mask", high=3.0`; verl's default bound is 2.
+    Source: truncated importance sampling (fengyao.notion.site/off-policy-rl, 2025), masked as in IcePop and in TRL,
+    whose default is `level="sequence", mode="mask", high=3.0`; verl's default bound is 2.
 
     Example:
         >>> import torch

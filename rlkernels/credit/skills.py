@@ -32,7 +32,7 @@ def compression_reward(
     are clamped; one that is not finite (the response named none that could be read) counts as 1.
 
     Args:
-        success: any shape, > 0 = succeeded. SkillZero gives the bonus at every eighth step only: pass
+        success: any shape and dtype, > 0 = succeeded. SkillZero gives the bonus at every eighth step only: pass
             `success & applied`.
         compression: success's shape, float or integer.
         coef: >= 0.
@@ -43,7 +43,7 @@ def compression_reward(
         success's shape, float32 (float64 for float64 compression).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: AgentOCR (2601.04786); SKILL0 (2604.02268), `episode_with_compression.py` of ZJU-REAL/SkillZero.
 
@@ -77,7 +77,7 @@ def skill_budget(skills: int, stages: int) -> list[int]:
         `stages` numbers.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: SKILL0 (2604.02268). Its scripts write lists out; for five skills theirs is [5, 3, 0].
 
@@ -94,6 +94,8 @@ def skill_budget(skills: int, stages: int) -> list[int]:
 def budget_at_step(budgets: Sequence[int], step: int, total_steps: int) -> int:
     """The budget of the stage that a training step lies in; stages are equally long.
 
+        budgets[floor((step - 1) stages / total_steps)]
+
     Args:
         budgets: one a stage, such as `skill_budget` gives.
         step: 1 to `total_steps`.
@@ -103,9 +105,9 @@ def budget_at_step(budgets: Sequence[int], step: int, total_steps: int) -> int:
         One of `budgets`.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
-    Source: SKILL0, `curriculum_skill_manager.py` of ZJU-REAL/SkillZero.
+    Source: SKILL0 (2604.02268), `curriculum_skill_manager.py` of ZJU-REAL/SkillZero.
 
     Example:
         >>> from rlkernels.credit import budget_at_step
@@ -135,7 +137,7 @@ def select_skills(
     Equal skills keep their order. A skill whose delta is NaN (not evaluated) does not pass the filter and ranks last.
 
     Args:
-        acc_with, acc_without: K accuracies each, on the host.
+        acc_with, acc_without: K numbers each, accuracies, on the host; a tensor is read there.
         budget: >= 0. SkillZero always shows its general skills and counts them as one: pass one less.
         filter: False keeps skills whatever their delta.
         rank: False takes them in the given order.
@@ -145,7 +147,7 @@ def select_skills(
         Indices of the selected skills, at most `budget`.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: SKILL0 (2604.02268); `curriculum_skill_manager.py` of ZJU-REAL/SkillZero.
 

@@ -38,7 +38,7 @@ def tool_output_mask(
         `[B, T]` bool.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: ReTool (2504.11536).
 
@@ -140,6 +140,8 @@ def _numbers(name: str, answers: Sequence[float | None]) -> list[float]:
 def outcome_reward(correct: Tensor | Sequence[float | None]) -> Tensor:
     """1 for a right answer, -1 for a wrong one or one that cannot be read.
 
+        R_i = 1 if correct_i > 0 else -1
+
     Args:
         correct: `[B]`, any dtype, or a sequence of bools or numbers: > 0 where the answer is right. None where no
             answer could be read. NaN (a rejected response) stays NaN.
@@ -148,7 +150,7 @@ def outcome_reward(correct: Tensor | Sequence[float | None]) -> Tensor:
         `[B]`, float32 (float64 for float64 `correct`).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: ReTool (2504.11536).
 

@@ -44,9 +44,9 @@ def two_channel_advantages(
     outcome is not finite gets 0 and counts nowhere. A group of one has no outcome channel, but its path trains.
 
     Args:
-        outcomes: `[B]`.
-        violations: `[B, S]`, how many rules each turn broke.
-        fulfilments: `[B, S]`, how many pending obligations each turn met.
+        outcomes: `[B]`, float or integer.
+        violations: `[B, S]`, float or integer: how many rules each turn broke.
+        fulfilments: `[B, S]`, float or integer: how many pending obligations each turn met.
         turn_ids: `[B, T]` integers in `[0, S)`: the turn whose action a token belongs to; negative for every other
             token (prompt, tool output, padding). `turn_ids >= 0` is the loss mask.
         groups: group size (consecutive rows), or `[B]` integer ids.
@@ -58,8 +58,8 @@ def two_channel_advantages(
         `[B, T]`, float32 (float64 for float64 outcomes), 0 outside actions.
 
     Raises:
-        TypeError, ValueError: naming the argument. Turns past S on a GPU give NaN, and raise only under
-            `set_checks(True)`.
+        TypeError, ValueError: an argument that is not as above, naming it. Turns past S on a GPU give NaN, and raise
+            only under `set_checks(True)`.
 
     Source: RLVP, `build_advantages` and `update_policy` of 19PINE-AI/rlvp.
 
@@ -116,8 +116,8 @@ def two_channel_zscore(
     A response with an outcome or score that is not finite is left out of its group and gets 0.
 
     Args:
-        outcomes: `[B]`, O.
-        path_scores: `[B]`, Phi: credits less penalties along the response.
+        outcomes: `[B]`, float or integer: O.
+        path_scores: `[B]`, float or integer: Phi, credits less penalties along the response.
         groups: group size (consecutive rows), or `[B]` integer ids.
         beta: >= 0.
         ddof, eps: see `group_advantages`.
@@ -126,7 +126,7 @@ def two_channel_zscore(
         `[B]`, float32 (float64 for float64 input).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: RLVP's separate normalisation read as one of scores; the authors' code is `two_channel_advantages`.
 
@@ -150,11 +150,11 @@ def two_channel_zscore(
 class VarianceDecomposition(NamedTuple):
     """Population variances of each row's group, `[B]`, and whether the path channel can train it at all."""
 
-    reward: Tensor
-    outcome: Tensor
-    path: Tensor
-    covariance: Tensor
-    is_reachable: Tensor  # bool
+    reward: Tensor  # Var(O + beta Phi)
+    outcome: Tensor  # Var(O)
+    path: Tensor  # Var(Phi)
+    covariance: Tensor  # Cov(O, Phi)
+    is_reachable: Tensor  # bool: Var(Phi) > 0
 
 
 def group_variance_decomposition(
@@ -169,8 +169,8 @@ def group_variance_decomposition(
     response with an outcome or score that is not finite is left out.
 
     Args:
-        outcomes: `[B]`, O.
-        path_scores: `[B]`, Phi.
+        outcomes: `[B]`, float or integer: O.
+        path_scores: `[B]`, float or integer: Phi.
         groups: group size (consecutive rows), or `[B]` integer ids.
         beta: >= 0.
 
@@ -179,9 +179,9 @@ def group_variance_decomposition(
         float32 (float64 for float64 input) and bool.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
-    Source: RLVP, equation 1.
+    Source: RLVP (19PINE-AI/rlvp), equation 1.
 
     Example:
         >>> import torch
@@ -234,7 +234,7 @@ def path_annealing(step: int, start: int, *, length: int = 0) -> float:
         A number in [0, 1].
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: RLVP, `anneal_at` of 19PINE-AI/rlvp.
 

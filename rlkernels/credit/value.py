@@ -15,10 +15,10 @@ from rlkernels.segments import Segments
 
 
 class GeneralizedAdvantages(NamedTuple):
-    """Both `[B, T]`, 0 where the mask is: advantages, and what the values are trained towards."""
+    """Advantages and what the values are trained towards, 0 where the mask is."""
 
-    advantages: Tensor
-    returns: Tensor
+    advantages: Tensor  # [B, T]
+    returns: Tensor  # [B, T]
 
 
 def generalized_advantages(
@@ -43,7 +43,7 @@ def generalized_advantages(
         `GeneralizedAdvantages(advantages, returns)`, float32 (float64 for float64 rewards or values).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: GAE (1506.02438); over trained tokens alone as in verl.
 
@@ -115,9 +115,9 @@ def value_loss(
         0-d (`[B, T]` with `reduction="none"`), float32 (float64 for float64 values).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
-    Source: PPO's reference code (openai/baselines); half of the square as in verl.
+    Source: PPO (1707.06347), its code in openai/baselines (2017); half of the square as in verl.
 
     Example:
         >>> import torch

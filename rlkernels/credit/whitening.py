@@ -26,7 +26,7 @@ def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
         x's shape, float32 (float64 for float64 x).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: verl's `masked_whiten`, which gives masked entries -mean / std.
 

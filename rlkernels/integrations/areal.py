@@ -94,16 +94,17 @@ def ppo_actor_loss_fn(
         m, w = loss_mask, 1, or what AReaL's own rejection sampling makes of them
 
     Args:
-        logprobs, proximal_logprobs, old_logprobs, advantages, loss_mask: `[N]` packed, or `[B, T]`.
+        logprobs, proximal_logprobs, old_logprobs, advantages: `[N]` packed, or `[B, T]`, float.
+        loss_mask: their shape, any dtype, nonzero = trained.
         eps_clip, eps_clip_higher, c_clip: the clipped surrogate's ranges and its dual clip.
         rejection_sampling: AReaL's `RejectionSamplingConfig` or None.
         importance_sampling_level: `"token"`, or `"sequence"`: GSPO with each sequence's mean advantage.
-        cu_seqlens: `[B + 1]`, borders of packed sequences; needed with `"sequence"`.
+        cu_seqlens: `[B + 1]` int32 or int64, borders of packed sequences; needed with `"sequence"`.
         objective: None for the clipped surrogate of these arguments; a recipe's name or an instance, whose fields take
             the place of `eps_clip` and `eps_clip_higher`.
 
     Returns:
-        The 0-d loss and AReaL's statistics, each per token.
+        The 0-d loss and AReaL's statistics, each per token, of the losses' float dtype or bool.
 
     Raises:
         TypeError, ValueError: packed sequences without borders for an objective that needs them, an unknown level, or,
@@ -169,10 +170,16 @@ def sapo_loss_fn(
 ) -> tuple[Tensor, dict[str, Any]]:
     """AReaL's function of this name on `logp_policy_loss`: `SAPO` at either level, over the number of trained tokens.
 
-    Args, Returns: as in `ppo_actor_loss_fn`, with AReaL's gates among the statistics.
+    Args:
+        logprobs, old_logprobs, advantages, loss_mask, importance_sampling_level, cu_seqlens: as in `ppo_actor_loss_fn`.
+        tau_pos, tau_neg: > 0, SAPO's temperatures.
+        objective: None: with `use_sapo_loss` AReaL's configuration has chosen one.
+
+    Returns:
+        The 0-d loss and AReaL's statistics, its gates among them, each per token.
 
     Raises:
-        ValueError: as there, or any objective: with `use_sapo_loss` the configuration has chosen one.
+        TypeError, ValueError: packed sequences without borders at `"sequence"`, an unknown level, or any objective.
 
     Source: AReaL's `utils/functional/functional.py`.
 

@@ -55,14 +55,14 @@ _Result = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 def policy_loss(
     settings: Any, objective: Choice | None = None, *, reduction: str | None = None
 ) -> Callable[..., _Result]:
-    """A replacement of OpenRLHF's `PolicyLoss`, to be put in `trainer.actor_loss_fn`.
+    """A replacement of `openrlhf.models.PolicyLoss`, to be put in `trainer.actor_loss_fn`.
 
         loss = reduce(policy_weight policy_term(log_probs, old_log_probs, advantages)) dp_size / global count
 
     KL loss, auxiliary loss and entropy bonus stay the trainer's.
 
     Args:
-        settings: the `PolicyLoss` that is replaced: clip range, aggregation and rollout correction are its own.
+        settings: the loss that is replaced: clip range, aggregation and rollout correction are its own.
         objective: None: the configured one, `GRPO` for `policy_loss_type="ppo"` and `GSPO` for `"gspo"`. A recipe's
             name or an objective replaces it, its clip range included; then `policy_loss_type` has to be `"ppo"`.
         reduction: `token_mean`, `seq_mean_token_mean` or `seq_mean_token_sum` over the trainer's global counts. None:

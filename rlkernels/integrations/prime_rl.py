@@ -31,8 +31,8 @@ _NO_CLIP = 1e38  # beyond every ratio, which is e^80 at most
 class LossOutputs(NamedTuple):
     """The two fields that prime-rl reads of its own class of this name."""
 
-    loss: Tensor
-    metrics: dict[str, Tensor]
+    loss: Tensor  # 0-d
+    metrics: dict[str, Tensor]  # 0-d each
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,6 +107,7 @@ POLICY_LOSSES: dict[str, Callable[[Any], Objective]] = {
     "rlk_kl_cov": lambda config: KLCov(share=config.kl_cov.kl_cov_frac, penalty=config.kl_cov.ppo_kl_coef),
     "rlk_reinforce": lambda config: Reinforce(),
 }
+"""The names that `register` adds -> how SkyRL's configuration becomes an objective."""
 
 
 def register(objectives: Mapping[str, Choice] | None = None) -> None:

@@ -53,7 +53,7 @@ class PolicyLossFn:
             `ratio_clip_min` and `ratio_clip_max`. Everything else in `cfg` keeps its meaning; what is divided by, too,
             whatever the recipe's reduction.
 
-    `loss_type`, `input_type` and `metric_normalizations` are NeMo-RL's, which they import. A call takes
+    A call takes
     `next_token_logprobs [B, S - 1]`, NeMo-RL's batch (`token_mask`, `sample_mask`, `advantages`, `prev_logprobs`,
     `generation_logprobs`, ..., `[B, S]` of the tokens themselves) and the two global counts; it returns the 0-d loss
     and NeMo-RL's metrics, read by the host in one go.
@@ -88,15 +88,18 @@ class PolicyLossFn:
 
     @property
     def input_type(self) -> Any:
+        """NeMo-RL's `LossInputType.LOGPROB`."""
         return interfaces().LossInputType.LOGPROB
 
     @property
     def loss_type(self) -> Any:
+        """NeMo-RL's `LossType`, by `token_level_loss`."""
         types = interfaces().LossType
         return types.TOKEN_LEVEL if self.cfg.token_level_loss else types.SEQUENCE_LEVEL
 
     @property
     def metric_normalizations(self) -> dict[str, Any]:
+        """How NeMo-RL is to put the metrics of micro-batches together, by their names."""
         return normalizers(self.cfg)
 
     def __call__(

@@ -27,14 +27,21 @@ def calculate_log_probs_and_entropy(
     log_prob_keep_mask: Tensor | None = None,
     with_entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """slime's function of this name on `token_stats`: log-probabilities `[N, 1]`, entropies `[N]` or None.
+    """slime's function of this name on `token_stats`.
 
     Args:
-        logits: `[N, V]`: this rank's columns, as many as every other rank of `tp_group` has.
-        tokens: `[N]`.
+        logits: `[N, V]`, any float dtype: this rank's columns, as many as every other rank of `tp_group` has.
+        tokens: `[N]` integers.
+        tp_group: over whose ranks the vocabulary is spread, or None.
+        with_entropy, with_entropy_grad: whether entropies are returned, and whether with their gradient.
         chunk_size: of no effect: no second tensor of the logits' size is made, but under a mask.
         log_prob_keep_mask: `[N, V]` bool: the columns among which the log-probability is, and the token's own; the
             entropy is that of all.
+
+    Returns:
+        Log-probabilities `[N, 1]` and entropies `[N]` or None, float32 (float64 for float64 logits), nats.
+
+    Raises: as `token_stats`.
 
     Source: slime 0.3.1, `slime/utils/ppo_utils.py`.
 

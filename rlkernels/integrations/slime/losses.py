@@ -34,11 +34,12 @@ def policy_loss(
     Args:
         args: slime's configuration.
         batch: a micro-batch of slime's.
-        logits: `[1, T, V]`: packed sequences, this rank's columns of a vocabulary that Megatron spreads over ranks.
+        logits: `[1, T, V]`, any float dtype: packed sequences, this rank's columns of a vocabulary that Megatron
+            spreads over ranks.
         sum_of_sample_mean: slime's reduction, which has its denominators; of per-token values, `[responses' tokens]`.
 
     Returns:
-        The loss, 0-d, and slime's metrics under slime's names.
+        The loss, 0-d float, and slime's metrics under slime's names.
 
     Raises:
         ValueError: a configuration that it cannot compute, naming the setting.
@@ -54,13 +55,19 @@ def policy_loss(
 
 
 def policy_loss_of(objective: Choice) -> Loss:
-    """`policy_loss` of another objective: a recipe's name or an instance, its clip range included.
+    """`policy_loss` of another objective.
 
     `advantage_estimator` then says how advantages are computed, and nothing else. A recipe whose reduction is another
     than slime's raises ValueError: `token_mean` needs `--calculate-per-token-loss`, `seq_mean_token_mean` its absence.
 
+    Args:
+        objective: a recipe's name or an instance, its clip range included.
+
+    Returns:
+        A function as `policy_loss`.
+
     Raises:
-        ValueError: an objective that slime's configuration cannot serve.
+        TypeError, ValueError: an objective that slime cannot serve; in a call, a configuration that contradicts it.
 
     Example:
         >>> from rlkernels.integrations import slime

@@ -20,6 +20,7 @@ from rlkernels.ops.rows import RowStats, Wanted
 from rlkernels.stats import TokenStats, linear_token_stats, make_linear_rows
 
 OPTIONAL_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+"""What TRL's head can return besides log-probabilities, in TRL's order."""
 
 UTILS = "trl.trainer.utils"
 GATHER = "maybe_gather_lm_head_ctx"
@@ -28,7 +29,16 @@ _TILE_ROWS = 4096  # of TRL's buffer, whose columns are `chunk_size`
 
 
 class ChunkedLogProb:
-    """Stands in for `trl.kernels.ChunkedLogProbFunction`, of which TRL uses `apply` alone."""
+    """Stands in for `trl.kernels.ChunkedLogProbFunction`, of which TRL uses `apply` alone.
+
+    Example:
+        >>> import torch
+        >>> from rlkernels.integrations.trl import ChunkedLogProb
+        >>> hidden, weight, targets = torch.zeros(1, 4), torch.zeros(8, 4), torch.tensor([3])
+        >>> logp, entropy, *_ = ChunkedLogProb.apply(hidden, weight, None, targets, 1.0, 32768)
+        >>> round(logp.item(), 6), round(entropy.item(), 6)
+        (-2.079442, 2.079442)
+    """
 
     @staticmethod
     def apply(
@@ -42,9 +52,16 @@ class ChunkedLogProb:
         logit_scale: float = 1.0,
         outputs: Sequence[str] = OPTIONAL_OUTPUTS,
     ) -> tuple[Tensor | None, ...]:
-        """`linear_token_stats` of `hidden [N, H]`: logp and each of `OPTIONAL_OUTPUTS`, None unless in `outputs`.
+        """TRL's function of these arguments on `linear_token_stats`.
 
-        `chunk_size` is the width of TRL's buffer; the logits here get as many bytes, cut as this package cuts them.
+        Args:
+            hidden, weight, bias, targets, temperature: `[N, H]`, `[V, H]`, `[V]` or None, integers `[N]`, a number.
+            chunk_size: the width of TRL's buffer; the logits here get as many bytes, cut as this package cuts them.
+            final_logit_softcapping, logit_scale: `softcap` and `logit_scale` of `linear_token_stats`.
+            outputs: which of `OPTIONAL_OUTPUTS` to compute.
+
+        Returns:
+            logp `[N]` and each of `OPTIONAL_OUTPUTS`, None unless in `outputs`; dtypes as in `linear_token_stats`.
         """
         call, temperatures = pending(), temperatures_of_head()
         numbers: float | Tensor = temperature

@@ -22,7 +22,7 @@ class Replay:
             from the first step.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument that is not as above, naming it.
 
     Source: CoRT (counterfactual replay over tokens); no public code.
 
@@ -44,7 +44,15 @@ class Replay:
         self.weights(torch.zeros(1, 1), torch.ones(1, 1), step=self.warmup + self.length + 1)
 
     def weights(self, contrast: Tensor, mask: Tensor, step: float) -> Tensor:
-        """`[B, T]`, 0 under the mask's zeros."""
+        """The weights at a step of the training.
+
+        Args:
+            contrast, mask: `[B, T]`, as in `rlkernels.credit.replay_weights`.
+            step: as in `rlkernels.credit.smoothstep_ramp`.
+
+        Returns:
+            `[B, T]`, float32 (float64 for a float64 contrast), 0 under the mask's zeros.
+        """
         return replay_weights(
             contrast,
             mask,

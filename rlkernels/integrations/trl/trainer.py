@@ -102,7 +102,7 @@ class FusedGRPOTrainer(CreditTrainer):
         replay: CoRT: a response's advantage goes where its log-probability differs from that after the prompt in the
             dataset's column `counterfactual_prompt` (text, of the column `prompt`'s kind). One forward more for each
             batch that is generated; two where TRL does not compute old log-probabilities. The contrast is logged.
-        Everything else goes to `GRPOTrainer`.
+        args, kwargs: all else, as `GRPOTrainer` takes it.
 
     `NFT` takes rewards > 0 for correct answers: in place of TRL's advantages, and for its `success_rate`.
 

@@ -89,14 +89,32 @@ def linear_cross_entropy(
     reduction: str = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """verl's function of this name on `linear_token_stats`: log-probabilities and entropies, both `[N]` float32.
+    """verl's function of this name on `linear_token_stats`.
 
-    Where `dist_process_group` has several ranks, `weight [V / ranks, H]` is this rank's part of the vocabulary, in the
-    order of ranks, and `hidden`'s gradients add up over the ranks, as those of verl's kernel: Megatron's
-    sequence-parallel gather, which made `hidden`, sums them.
+    Args:
+        hidden: `[..., H]`, any float dtype.
+        weight: `[V, H]`, `hidden`'s dtype; or this rank's part of the vocabulary, `[V / ranks, H]`.
+        labels: `[...]` integers.
+        temperature: > 0.
+        reduction: `"none"`.
+        dist_process_group: over whose ranks the vocabulary is spread, in their order, or None. `hidden`'s gradients add
+            up over the ranks, as those of verl's kernel: Megatron's sequence-parallel gather, which made `hidden`, sums
+            them.
+
+    Returns:
+        Log-probabilities and entropies, both `[N]` float32, nats.
 
     Raises:
-        ValueError: a reduction.
+        TypeError, ValueError: another reduction, or as `linear_token_stats`.
+
+    Source: verl 0.9.1, `verl/utils/kernel/linear_cross_entropy.py`.
+
+    Example:
+        >>> import torch
+        >>> from rlkernels.integrations import verl
+        >>> logp, entropy = verl.linear_cross_entropy(torch.zeros(2, 4), torch.zeros(8, 4), torch.tensor([1, 3]))
+        >>> round(logp[0].item(), 6), round(entropy[0].item(), 6)
+        (-2.079442, 2.079442)
     """
     if reduction.lower() != "none":
         raise ValueError(f"reduction: expected 'none', got {reduction!r}")

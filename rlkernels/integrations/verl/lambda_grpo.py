@@ -32,7 +32,7 @@ def fold_lambda_weights(data: Any, config: Any) -> Any:
     Raises:
         ValueError: a KL loss, another loss mode, or a batch that lacks one of these.
 
-    Source: lambda-GRPO, as `rlkernels.credit.prefix_set_counts`.
+    Source: lambda-GRPO (2509.21154), as `rlkernels.credit.prefix_set_counts`.
 
     Example:
         >>> import numpy, torch
@@ -63,11 +63,18 @@ class LambdaGRPO:
 
     The weights are folded in when the trainer has computed a batch's advantages, and written back to the queue.
 
-        @register_trainer("lambda_grpo")
-        class Trainer(LambdaGRPO, PPOTrainerSync): ...
+        advantages[i, t] /= prefix_set_counts(responses, lengths, uid)[i, t]
 
-    Raises ValueError, then, where `fold_lambda_weights` does, and where an agent's session has more than one output:
-    their contexts differ, so that equal tokens are no common prefix.
+    An agent's session with more than one output is refused then, and what `fold_lambda_weights` refuses, with
+    ValueError: contexts of several outputs differ, so that equal tokens are no common prefix.
+
+    Source: lambda-GRPO (2509.21154), as `rlkernels.credit.prefix_set_counts`.
+
+    Example:
+        >>> from rlkernels.integrations.verl import LambdaGRPO
+        >>> from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer  # doctest: +SKIP
+        >>> @register_trainer("lambda_grpo")  # doctest: +SKIP
+        ... class Trainer(LambdaGRPO, PPOTrainerSync): ...
     """
 
     config: Any
