@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import itertools
 import pkgutil
 import re
 from dataclasses import fields
+from pathlib import Path
 from types import ModuleType
 
 import pytest
-from documents import ROOT, run_code_blocks
+from documents import NOT_RUN, PAGES, ROOT, anchors, blocks, code_spans, commands, links, run_code_blocks, text_of
 
 import rlkernels
 from rlkernels import RECIPES, Objective, credit
+from rlkernels.__main__ import _parser
 
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(rlkernels.__path__, "rlkernels.")
     if not re.search(r"\.(_native|__main__|triton_kernels|cli|integrations)", module.name)
 ]
+
+LANGUAGES = ("python", "sh", "toml", "text")
+OF_OTHERS = ("examples/run_grpo.py",)  # NeMo-RL's
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -36,16 +42,78 @@ def test_every_public_function_has_an_example(module: ModuleType) -> None:
             assert ">>>" in public.__doc__, name
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/methods.md"])
-def test_code_blocks_run(name: str) -> None:
-    run_code_blocks(name)
+ONE_PROCESS = ("docs/distributed.md",)  # pages whose program is a process group's
 
 
-def test_code_blocks_run_as_one_gloo_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    run_code_blocks("docs/distributed.md")
+@pytest.mark.parametrize("page", PAGES)
+def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a page may write files
+    if page in ONE_PROCESS:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+            monkeypatch.setenv(name, value)
+    run_code_blocks(page)
+
+
+def test_what_does_not_run_is_there() -> None:
+    first_lines = {block.first for page in PAGES for block in blocks(page)}
+    assert first_lines >= set(NOT_RUN)
+
+
+def test_every_block_names_its_language() -> None:
+    """A block of Python without a name would not run."""
+    found = {(page, block.line) for page in PAGES for block in blocks(page) if block.language not in LANGUAGES}
+    assert found == set()
+    for page in PAGES:
+        assert len(re.findall(r"^ *```", text_of(page), flags=re.MULTILINE)) == 2 * len(blocks(page)), page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists() and ROOT in target.resolve().parents, link
+        if anchor:
+            assert anchor in anchors(str(target.resolve().relative_to(ROOT))), link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_are_there(page: str) -> None:
+    for span in code_spans(page):
+        if re.fullmatch(r"(tests|examples|bench|csrc|docs|rlkernels|triton_kernels)/[\w./]*", span):
+            assert span in OF_OTHERS or (ROOT / span).exists(), span
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_exist(page: str) -> None:
+    for command in commands(page):
+        words = re.sub(r"^([A-Z_]+=\S+ )+", "", command).split()
+        if words[:3] == ["python", "-m", "rlkernels"]:
+            _check_command_line(words[3:])
+        elif words[:1] == ["python"]:
+            script = ROOT / words[1]
+            assert script.exists(), command
+            for option in (word for word in words if word.startswith("--")):
+                assert f'"{option}"' in script.read_text(), command
+        elif words[:1] == ["pytest"]:
+            for path in (word for word in words if word.startswith("tests/")):
+                stem, names, rest = re.fullmatch(r"([^{]*)(?:{(.*)})?(.*)", path).groups()  # type: ignore[union-attr]
+                for name in (names or "").split(","):
+                    assert (ROOT / f"{stem}{name}{rest}").exists(), command
+        elif words[:2] == ["pip", "install"]:
+            for option, file in itertools.pairwise(words):
+                assert option not in ("-c", "-r") or (ROOT / file).exists(), command
+            for extra in re.findall(r"(?<!\w)\.\[(\w+)\]", command):
+                assert f"\n{extra} = [" in text_of("pyproject.toml"), command
+
+
+def _check_command_line(words: list[str]) -> None:
+    """The options are some command's; where a value is a placeholder it is not looked at."""
+    commands = _parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    names = [word for word in words if word in commands]
+    assert names, words
+    for word in words:
+        assert not word.startswith("--") or word in commands[names[0]]._option_string_actions, words
 
 
 def recipe_table() -> str:
