@@ -1,6 +1,6 @@
 """What the documents hold: programs, commands, paths and links.
 
-    python tests/documents.py docs/distributed.md
+    python tests/documents.py docs/worked/accumulation.md
 
 runs one page's program, as `torchrun` does on many processes.
 """

@@ -5,11 +5,17 @@ from __future__ import annotations
 import doctest
 import importlib
 import itertools
+import os
 import pkgutil
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
+
+# read once, when TRL is imported
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
 
 import pytest
 from documents import NOT_RUN, PAGES, ROOT, anchors, blocks, code_spans, commands, links, run_code_blocks, text_of
@@ -17,6 +23,7 @@ from documents import NOT_RUN, PAGES, ROOT, anchors, blocks, code_spans, command
 import rlkernels
 from rlkernels import RECIPES, Objective, credit
 from rlkernels.__main__ import _parser
+from rlkernels.integrations import trl
 
 MODULES = [
     module.name
@@ -42,16 +49,28 @@ def test_every_public_function_has_an_example(module: ModuleType) -> None:
             assert ">>>" in public.__doc__, name
 
 
-ONE_PROCESS = ("docs/distributed.md",)  # pages whose program is a process group's
+OF_A_GROUP = ("docs/distributed.md", "docs/worked/accumulation.md")
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a page may write files
-    if page in ONE_PROCESS:
+    if page in OF_A_GROUP:  # of one process here
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
             monkeypatch.setenv(name, value)
-    run_code_blocks(page)
+    try:
+        run_code_blocks(page)
+    finally:
+        trl.unpatch()
+
+
+def test_the_plain_loop_on_two_ranks() -> None:
+    """As its page says: torchrun, gloo. tests/test_distributed.py runs docs/distributed.md on two and four."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [str(ROOT / "tests" / "documents.py"), "docs/worked/accumulation.md"]
+    ran = subprocess.run([*torchrun, *program], capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("reward") == 2  # the first rank's
 
 
 def test_what_does_not_run_is_there() -> None:
