@@ -18,10 +18,13 @@ from types import ModuleType
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
 
 import pytest
+import torch
 from documents import NOT_RUN, PAGES, ROOT, anchors, blocks, code_spans, commands, links, run_code_blocks, text_of
+from torch import Generator, Tensor
+from torch.testing import assert_close
 
 import rlkernels
-from rlkernels import RECIPES, Objective, credit
+from rlkernels import RECIPES, Objective, PolicyBatch, credit
 from rlkernels.__main__ import _parser
 from rlkernels.integrations import trl
 
@@ -152,3 +155,90 @@ def recipe_table() -> str:
 
 def test_recipe_table_is_current() -> None:
     assert recipe_table() in (ROOT / "docs" / "recipes.md").read_text()
+
+
+def rows_of_table(page: str, first_heading: str) -> list[list[str]]:
+    """The cells of a table, of whose header this is the first."""
+    _, _, table = text_of(page).partition(f"\n| {first_heading} |")
+    rows = itertools.takewhile(lambda line: line.startswith("|"), table.splitlines()[2:])
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_objectives_of_the_readme(generator: Generator) -> None:
+    """Each formula is evaluated as it stands there, beside the recipe: value and gradient."""
+    rows = rows_of_table("README.md", "recipe")
+    assert [name.strip("`") for name, *_ in rows] == list(RECIPES)
+    for cell, formula, reduction, _ in rows:
+        name = cell.strip("`")
+        recipe = RECIPES[name]
+        wanted = f"{recipe.reduction} / {recipe.normalizer:g}" if recipe.normalizer else recipe.reduction
+        assert reduction == wanted, name
+        _check_formula(name, re.findall(r"`([^`]+)`", formula)[0], generator)
+
+
+FUNCTIONS = {
+    "min": lambda x, bound: torch.minimum(x, torch.as_tensor(bound, dtype=x.dtype)),
+    "max": lambda x, bound: torch.maximum(x, torch.as_tensor(bound, dtype=x.dtype)),
+    "clip": torch.clamp,
+    "abs": torch.abs,
+    "exp": torch.exp,
+    "log": torch.log,
+    "sigmoid": torch.sigmoid,
+    "where": torch.where,
+    "mean": lambda x: x.mean(1, keepdim=True),
+    "sg": torch.Tensor.detach,
+}
+
+
+def _check_formula(name: str, formula: str, generator: Generator) -> None:
+    def draw() -> Tensor:
+        return torch.randn(6, 5, generator=generator, dtype=torch.float64)
+
+    logp = (-draw().abs()).requires_grad_()
+    old_logp, advantages = logp.detach() - 0.5 * draw(), draw()[:, :1]
+    rate, count = draw().abs()[:, :1].clamp(0.2, 0.7), draw().abs().ceil()
+    weight = 1 / count if name == "lambda_grpo" else None
+    batch = PolicyBatch(None, advantages, old_logp=old_logp, weight=weight, extras={"success_rate": rate})
+    loss = rlkernels.logp_policy_loss(logp, batch, name, reduction="none").loss
+    (gradient,) = torch.autograd.grad(loss.sum(), logp)
+
+    def value(choice: Tensor) -> Tensor:
+        d = logp - old_logp
+        r, s, w = d.exp(), d.mean(1, keepdim=True).exp(), d.sum(1, keepdim=True).exp()
+        names = {"logp": logp, "d": d, "r": r, "s": s, "w": w, "A": advantages, "q": rate, "c": count, "j": choice}
+        names["u"] = s.detach() * r / r.detach()
+        names["tau"] = torch.ones_like(advantages).masked_fill(advantages <= 0, 1.05)
+        names["k"], names["n"] = torch.where(advantages < 0, 3.0, 2.0), torch.where(advantages < 0, 2.0, 3.0)
+        return eval(formula, {"__builtins__": {}}, FUNCTIONS | names).expand_as(logp)
+
+    # j is the objective's own choice of tokens: 0 or 1, whichever gives its value
+    off, on = (value(torch.full_like(logp, number)).detach() for number in (0.0, 1.0))
+    choice = torch.isclose(on, loss, rtol=1e-9, atol=1e-12).double()
+    assert_close(torch.where(choice == 1, on, off), loss.detach())
+    assert choice.sum() > 0 if re.search(r"\bj\b", formula) else choice.all(), name
+    if name != "nft":  # whose maximum passes its gradient straight through
+        (of_formula,) = torch.autograd.grad(value(choice).sum(), logp)
+        assert_close(of_formula, gradient, msg=lambda text: f"{name}: {text}")
+
+
+def test_versions_of_the_readme() -> None:
+    """What was tested is what `constraints.txt` pins and what the workflow runs."""
+    project, pinned = text_of("pyproject.toml"), text_of("constraints.txt")
+    rows = {name.lower(): (declared, tested) for name, declared, tested in rows_of_table("README.md", "version")}
+    assert list(rows) == ["python", "torch", "triton", "trl"]
+    for name, (declared, tested) in rows.items():
+        bound = declared.replace(" ", "")
+        if name == "python":
+            assert f'requires-python = "{bound}"' in project
+            assert f'python-version: "{tested}"' in text_of(".github/workflows/tests.yml")
+        else:
+            assert f'"{name}{bound}' in project and f"\n{name}=={tested}\n" in pinned, name
+
+
+def test_every_page_is_in_the_index() -> None:
+    """But for the reference, which is generated and has an index of its own."""
+    listed = {link.partition("#")[0] for link in links("docs/README.md")}
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    assert {page for page in pages if not page.startswith("api")} - {"README.md"} == listed - {"../README.md"} - {
+        page for page in listed if page.startswith("api")
+    }
