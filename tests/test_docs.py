@@ -53,10 +53,13 @@ def test_every_public_function_has_an_example(module: ModuleType) -> None:
 
 
 OF_A_GROUP = ("docs/distributed.md", "docs/worked/accumulation.md")
+WITH_TRL = ("README.md", "docs/trl.md")
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page in WITH_TRL:
+        pytest.importorskip("trl", reason="needs the test extra: pip install -c constraints.txt -e '.[test]'")
     monkeypatch.chdir(tmp_path)  # a page may write files
     if page in OF_A_GROUP:  # of one process here
         for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
@@ -67,6 +70,7 @@ def test_code_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         trl.unpatch()
 
 
+@pytest.mark.slow
 def test_the_plain_loop_on_two_ranks() -> None:
     """As its page says: torchrun, gloo. tests/test_distributed.py runs docs/distributed.md on two and four."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
