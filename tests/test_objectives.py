@@ -13,6 +13,7 @@ from torch import Generator, Tensor
 
 import rlkernels
 from rlkernels import DPPO, DRO, GSPO, LUSPO, VESPO, ClipCov, KLCov, PolicyBatch, schedules
+from rlkernels.objectives import limited
 
 Value = tuple[float, float]  # of the loss, and of its derivative by logp
 
@@ -301,3 +302,11 @@ def test_no_token_at_all(name: str, shape: tuple[int, ...]) -> None:
     out.loss.backward()
     assert out.loss == 0
     assert all(math.isfinite(value) for value in out.metrics.values())
+
+
+def test_a_limit_passes_the_gradient_at_its_bounds() -> None:
+    """Whatever torch.clamp does there: at a bound nothing is clipped."""
+    x = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0, torch.nan], requires_grad=True)
+    y = limited(x, -1.0, 1.0)
+    torch.testing.assert_close(y, torch.tensor([-1.0, -1.0, 0.0, 1.0, 1.0, torch.nan]), equal_nan=True)
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [0, 1, 1, 1, 0, 0]
