@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Generator, Tensor
+from versions import traced_whole_after_2_7
 
 import rlkernels
 from rlkernels import DPPO, DRO, GSPO, LUSPO, VESPO, ClipCov, KLCov, PolicyBatch, schedules
@@ -222,6 +223,7 @@ def test_padding_changes_no_choice(objective: Any, generator: Generator) -> None
     torch.testing.assert_close(gradient, padded_gradient[mask])
 
 
+@traced_whole_after_2_7
 def test_compiled_clip_cov(generator: Generator) -> None:
     """With every candidate drawn, since a compiled draw has other numbers."""
     torch._dynamo.reset()
