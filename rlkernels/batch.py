@@ -81,12 +81,12 @@ class PolicyBatch:
         self.cu_seqlens = cu_seqlens
         self.rows = rows
         self.span = slice(None)
-        if not isinstance(extras, Mapping | None):
+        if extras is not None and not isinstance(extras, Mapping):
             raise TypeError(f"extras: expected a mapping from names to tensors, got {checks.describe(extras)}")
         self.extras = {name: _as_float(f"extras[{name!r}]", value) for name, value in (extras or {}).items()}
-        like = next((x for x in (targets, self.mask, self.old_logp, self.ref_logp) if x is not None), None)
-        if like is not None:
-            self.check_against(tuple(like.shape), like.device)
+        per_token = [x for x in (targets, self.mask, self.old_logp, self.ref_logp) if x is not None]
+        if per_token:
+            self.check_against(tuple(per_token[0].shape), per_token[0].device)
 
     @classmethod
     def from_input_ids(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlkernels import checks
 from rlkernels.dtypes import wide
-from rlkernels.objectives import GRPO, LOG_RATIO_LIMIT, Objective, PolicyTerms, Tokens, limited_exp
+from rlkernels.objectives import GRPO, LOG_RATIO_LIMIT, Objective, PolicyTerms, Tokens, limited, limited_exp
 
 
 def covariances(tokens: Tokens) -> Tensor:
@@ -77,7 +77,7 @@ class ClipCov(GRPO):
         checks.require_number("share", self.share, above=0.0, at_most=1.0)
         checks.require_number("cov_low", self.cov_low)
         checks.require_number("cov_high", self.cov_high, at_least=self.cov_low)
-        if not isinstance(self.generator, torch.Generator | None):
+        if self.generator is not None and not isinstance(self.generator, torch.Generator):
             raise TypeError(f"generator: expected a torch.Generator or None, got {checks.describe(self.generator)}")
 
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
@@ -136,7 +136,7 @@ class KLCov(Objective):
         checks.require_number("penalty", self.penalty, at_least=0.0)
 
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
-        log_ratio = self.clamped_log_ratio(tokens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        log_ratio = limited(self.clamped_log_ratio(tokens), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         scores = torch.where(tokens.mask, covariances(tokens), -torch.inf)
         penalised = largest(scores, number_of(self.share, tokens.mask))
         ratio = limited_exp(log_ratio)

@@ -49,8 +49,14 @@ class PolicyTerms(NamedTuple):
     clipped_high: Tensor  # bool
 
 
+def limited(x: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
+    """`x.clamp(low, high)` with slope 1 at a bound, where torch's own is 1 before 2.14 and 0 from there on."""
+    clamped = x.detach().clamp(low, high)
+    return torch.where(x == clamped, x, clamped)
+
+
 def limited_exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return limited(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def times_logp(coefficient: Tensor, logp: Tensor) -> Tensor:
@@ -142,7 +148,7 @@ class Objective:
         """What of the fields decides which sums are formed: names, switches, and which of the numbers are 0."""
 
         def shown(value: Any) -> Any:
-            if value is None or isinstance(value, bool | str):
+            if value is None or isinstance(value, (bool, str)):
                 return value
             return 0 if value == 0 else ...
 
@@ -177,11 +183,11 @@ class Objective:
             `[N]`, of `logp`'s dtype, limited and weighted as the fields say.
         """
         limit = min(self.log_ratio_clamp or LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        x = (ref_logp - logp).clamp(-limit, limit)
+        x = limited(ref_logp - logp, -limit, limit)
         estimates = {"k1": lambda: -x, "k2": lambda: 0.5 * x * x, "k3": lambda: torch.expm1(x) - x}
         kl = estimates[self.kl_estimator]()
         if self.kl_clamp is not None:
-            kl = kl.clamp(-self.kl_clamp, self.kl_clamp)
+            kl = limited(kl, -self.kl_clamp, self.kl_clamp)
         return kl * ratio if self.kl_importance_weighted else kl
 
     def clamped_log_ratio(self, tokens: Tokens) -> Tensor:
@@ -198,7 +204,7 @@ class Objective:
         log_ratio = level_log_ratio(tokens, self.level)
         if self.log_ratio_clamp is None:
             return log_ratio
-        return log_ratio.clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
+        return limited(log_ratio, -self.log_ratio_clamp, self.log_ratio_clamp)
 
     def _require_positive(self, *names: str, optional: bool = False) -> None:
         for name in names:
@@ -268,9 +274,9 @@ class GRPO(Objective):
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
         ratio, advantages = self.surrogate_ratio(tokens), tokens.advantages
         low, high = 1 - self.clip_low, 1 + self.clip_high
-        capped = ratio if self.ratio_cap is None else ratio.clamp(max=self.ratio_cap)
-        # torch halves a tie between the two branches; clamp's slope at its bound is 1, so the halves add up
-        loss = torch.maximum(-capped * advantages, -ratio.clamp(low, high) * advantages)
+        capped = ratio if self.ratio_cap is None else limited(ratio, high=self.ratio_cap)
+        # torch halves a tie between the two branches; the clip's slope at its bound is 1, so the halves add up
+        loss = torch.maximum(-capped * advantages, -limited(ratio, low, high) * advantages)
         if self.dual_clip is not None:
             bound = -self.dual_clip * advantages
             loss = torch.where((advantages < 0) & (loss > bound), bound, loss)  # a tie is not clipped
@@ -399,7 +405,7 @@ class GMPO(Objective):
             nowhere = torch.zeros_like(advantages, dtype=torch.bool)
             return log_ratio, nowhere, nowhere
         clipped = torch.where(
-            advantages > 0, log_ratio.clamp(max=self.log_clip_high), log_ratio.clamp(min=-self.log_clip_low)
+            advantages > 0, limited(log_ratio, high=self.log_clip_high), limited(log_ratio, low=-self.log_clip_low)
         )
         return clipped, *clip_sides(log_ratio, advantages, -self.log_clip_low, self.log_clip_high)
 
@@ -536,7 +542,7 @@ class NFT(Objective):
 
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
         rate = tokens.extras["success_rate"].clamp(*self.rate_clamp)
-        log_ratio = self.clamped_log_ratio(tokens).clamp(max=self.log_ratio_max)
+        log_ratio = limited(self.clamped_log_ratio(tokens), high=self.log_ratio_max)
         ratio = limited_exp(log_ratio)
         negative_ratio = (1 - rate * ratio) / (1 - rate)
         floored = negative_ratio.clamp(min=self.min_ratio).detach()

@@ -295,7 +295,9 @@ def make_linear_rows(
     fewest_columns: int = 1,
 ) -> LinearRows:
     """Checked arguments of the linear path, with hidden as `[N, H]`, cast as autocast would."""
-    tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    tensors = {"hidden": hidden, "weight": weight}
+    if bias is not None:
+        tensors["bias"] = bias
     for name, tensor in tensors.items():
         checks.require_tensor(name, tensor)
         checks.require_strided(name, tensor)
@@ -324,7 +326,7 @@ def make_linear_rows(
 
 
 def check_targets(name: str, rows: Tensor, targets: Tensor, ignore_index: int) -> None:
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int | torch.SymInt):
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, torch.SymInt)):
         raise TypeError(f"ignore_index: expected an integer, got {checks.describe(ignore_index)}")
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index: expected a 64-bit integer, got {ignore_index}")
@@ -363,7 +365,7 @@ def _row_temperature(temperature: Number, targets: Tensor, dtype: torch.dtype) -
 
 def _as_values(name: str, value: Number, device: torch.device, dtype: torch.dtype) -> Tensor:
     if not isinstance(value, Tensor):
-        if not isinstance(value, numbers.Real) and not isinstance(value, torch.SymFloat | torch.SymInt):
+        if not isinstance(value, numbers.Real) and not isinstance(value, (torch.SymFloat, torch.SymInt)):
             raise TypeError(f"{name}: expected a number or a tensor, got {checks.describe(value)}")
         largest = torch.finfo(dtype).max
         checks.require_number(name, value, above=0.0, at_most=largest)

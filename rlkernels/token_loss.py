@@ -266,7 +266,7 @@ def _metrics(packed: _Packed, policy: PolicyTerms | None, kl: Tensor | None) -> 
         "ref_kl": kl,
         "entropy": packed.entropy,
     }
-    means |= {name: mean(values.detach()) for name, values in optional.items() if values is not None}
+    means.update({name: mean(values.detach()) for name, values in optional.items() if values is not None})
 
     def extreme(values: Tensor, sign: float) -> Tensor:
         # amax of nothing raises; one neutral element keeps N = 0 and B = 0 alive

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkernels import checks
 from rlkernels.batch import PolicyBatch
-from rlkernels.objectives import LOG_RATIO_LIMIT, Objective, PolicyTerms, Tokens, limited_exp, times_logp
+from rlkernels.objectives import LOG_RATIO_LIMIT, Objective, PolicyTerms, Tokens, limited, limited_exp, times_logp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class DRO(Objective):
         self._require_positive("beta")
 
     def policy_terms(self, tokens: Tokens) -> PolicyTerms:
-        log_ratio = self.clamped_log_ratio(tokens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        log_ratio = limited(self.clamped_log_ratio(tokens), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         loss = times_logp(-tokens.advantages, tokens.logp) + 0.5 * self.beta * log_ratio**2
         nowhere = torch.zeros_like(tokens.mask)
         return PolicyTerms(loss, log_ratio.exp(), nowhere, nowhere)

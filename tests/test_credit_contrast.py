@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from versions import traced_whole_after_2_7
 
 import rlkernels
 from rlkernels import checks
@@ -315,6 +316,7 @@ def test_no_temporary_grows_with_the_vocabulary(generator: Generator) -> None:
     assert 0 < allocations.largest <= 12 * 8  # one int64 a target
 
 
+@traced_whole_after_2_7
 def test_contrast_compiles_whole(generator: Generator) -> None:
     pair = make_pair(generator, vocab=50)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
+from versions import traced_whole_after_2_7
 
 import rlkernels
 from rlkernels import GRPO, RECIPES, PolicyBatch, schedules
@@ -509,6 +510,7 @@ def test_operation_contract(generator: Generator) -> None:
     assert torch.autograd.gradcheck(lambda hidden: outputs(hidden, weight.detach(), bias.detach()), hidden)
 
 
+@traced_whole_after_2_7
 @pytest.mark.parametrize("frozen", [False, True], ids=["all-gradients", "frozen-head"])
 def test_compiles_whole(frozen: bool, generator: Generator) -> None:
     tensors, batch = head(generator, torch.float32), batch_of(generator)

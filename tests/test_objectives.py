@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Generator, Tensor
+from versions import traced_whole_after_2_7
 
 import rlkernels
 from rlkernels import DPPO, DRO, GSPO, LUSPO, VESPO, ClipCov, KLCov, PolicyBatch, schedules
+from rlkernels.objectives import limited
 
 Value = tuple[float, float]  # of the loss, and of its derivative by logp
 
@@ -221,6 +223,7 @@ def test_padding_changes_no_choice(objective: Any, generator: Generator) -> None
     torch.testing.assert_close(gradient, padded_gradient[mask])
 
 
+@traced_whole_after_2_7
 def test_compiled_clip_cov(generator: Generator) -> None:
     """With every candidate drawn, since a compiled draw has other numbers."""
     torch._dynamo.reset()
@@ -301,3 +304,11 @@ def test_no_token_at_all(name: str, shape: tuple[int, ...]) -> None:
     out.loss.backward()
     assert out.loss == 0
     assert all(math.isfinite(value) for value in out.metrics.values())
+
+
+def test_a_limit_passes_the_gradient_at_its_bounds() -> None:
+    """Whatever torch.clamp does there: at a bound nothing is clipped."""
+    x = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0, torch.nan], requires_grad=True)
+    y = limited(x, -1.0, 1.0)
+    torch.testing.assert_close(y, torch.tensor([-1.0, -1.0, 0.0, 1.0, 1.0, torch.nan]), equal_nan=True)
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [0, 1, 1, 1, 0, 0]

@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
+from versions import traced_whole_after_2_7
 
 import rlkernels
 from rlkernels import PolicyBatch
@@ -96,6 +97,7 @@ def test_head_and_loss_under_checkpointing(head: Head, objective: str, is_frozen
     assert_same(results[1], results[0], atol=0, rtol=0)
 
 
+@traced_whole_after_2_7
 @both_paths
 @objectives
 def test_step_compiles_whole_and_once_for_new_lengths(head: Head, objective: str, generator: Generator) -> None:
@@ -109,6 +111,7 @@ def test_step_compiles_whole_and_once_for_new_lengths(head: Head, objective: str
     assert counter.frame_count <= 2
 
 
+@traced_whole_after_2_7
 @pytest.mark.slow
 def test_step_compiles_by_inductor(generator: Generator) -> None:
     torch._dynamo.reset()
@@ -117,6 +120,7 @@ def test_step_compiles_by_inductor(generator: Generator) -> None:
     assert_same(gradients(model, compiled, *inputs), gradients(model, model, *inputs), atol=1e-6, rtol=1e-5)
 
 
+@traced_whole_after_2_7
 def test_a_checkpointed_step_compiles_whole(generator: Generator) -> None:
     torch._dynamo.reset()
     inputs = inputs_of(generator)

@@ -139,6 +139,8 @@ class PolicyObjective(torch.autograd.Function):
         if dloss is not None:
             gradients = [
                 dloss * gradient if formed and needed else None
-                for gradient, formed, needed in zip(ctx.saved_tensors, ctx.formed, ctx.needs_input_grad, strict=False)
+                for gradient, formed, needed in zip(
+                    ctx.saved_tensors, ctx.formed, ctx.needs_input_grad[:2], strict=True
+                )
             ]
         return (*gradients, None, None, None)
