@@ -162,7 +162,7 @@ def _take(hidden: Tensor, rows: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     stored = hidden.reshape(-1, hidden.shape[-1])
     is_stored = (rows >= 0) & (rows < stored.shape[0])
     index = torch.where(used & is_stored, rows, 0).to(torch.int64)
-    return stored.index_select(0, flat(index)).view(*rows.shape, -1), used & ~is_stored
+    return stored.index_select(0, flat(index)).view(*rows.shape, stored.shape[1]), used & ~is_stored
 
 
 def _contrast(
