@@ -259,7 +259,7 @@ def contrast_by_span(contrast: Tensor, spans: Tensor, *, mask: Tensor | None = N
     checks.require_choice("reduction", reduction, ("mean", "sum"))
     begin, end = spans.unbind(-1)
     good = (begin >= 0) & (begin <= end) & (end <= length)
-    checks.check_values("spans", spans, good, f"0 <= first <= end <= {length}")
+    checks.check_values("spans", spans, good, "0 <= first <= end <= {}", length)
     valid = torch.ones_like(contrast, dtype=torch.bool) if mask is None else mask != 0
     values = wide(contrast.detach())
     positions = torch.arange(length, device=contrast.device)
