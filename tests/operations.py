@@ -223,6 +223,8 @@ def _policy(path: str, objective: Any, packed: bool = False, **options: Any) -> 
             logp = batch["old_logp"] + draw.normal(*shape, scale=0.3, dtype=batch["old_logp"].dtype)
             return tensors | {"logp": logp.to(draw.dtype), "entropy": draw.floats(*shape, high=3.0).to(draw.dtype)}
         tensors["temperature"] = draw.number()
+        if packed:
+            tensors["softcap"] = draw.number(4.0, 8.0)
         if path == "logits":
             return tensors | {"logits": draw.normal(*shape, draw.sizes.vocab, scale=0.3)}
         return tensors | {name.replace("weight", "head"): value for name, value in _head(draw, shape).items()}
