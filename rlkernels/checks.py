@@ -196,12 +196,15 @@ def check_scaling(used: Tensor, temperature: Tensor, softcap: Tensor | None, log
             raise ValueError(f"{name}: expected finite numbers > 0, got {values.tolist()}")
 
 
-def check_values(name: str, values: Tensor, good: Tensor, expected: str) -> None:
-    """`good` of each value, where the host may look at it; the error shows the first that is not."""
+def check_values(name: str, values: Tensor, good: Tensor, expected: str, *numbers: int) -> None:
+    """`good` of each value, where the host may look at it; the error shows the first that is not.
+
+    Sizes in the message are given apart: formatted by the caller, torch.compile would compile again for each.
+    """
     if values_are_checked(values.device) and not bool(good.all()):
         index = tuple((~good).nonzero()[0].tolist())
         value = values[index].tolist()
-        raise ValueError(f"{name}: expected {expected}, got {value} at {list(index)}")
+        raise ValueError(f"{name}: expected {expected.format(*numbers)}, got {value} at {list(index)}")
 
 
 def check_indices(name: str, index: Tensor, count: int, device: torch.device) -> None:
@@ -227,7 +230,7 @@ def check_row_numbers(name: str, rows: Tensor, targets: Tensor, used: Tensor, co
     if count == 0 and rows.numel():
         raise ValueError(f"{name}: expected no rows, since there are none to take, got {describe(rows)}")
     good = ~used | ((rows >= 0) & (rows < count))
-    check_values(name, rows, good, f"rows in [0, {count}) where targets are not ignored")
+    check_values(name, rows, good, "rows in [0, {}) where targets are not ignored", count)
 
 
 def require_tokens(name: str, value: Tensor, mask: Tensor | None) -> None:

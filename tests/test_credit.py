@@ -71,29 +71,6 @@ def test_long_shared_prefixes(backend: str, generator: Generator) -> None:
     assert torch.equal(prefix_set_counts(ids, lengths, 4), expected)
 
 
-def test_same_counts_for_any_number_of_threads(generator: Generator) -> None:
-    ids = torch.randint(0, 2, (64, 50), generator=generator)
-    lengths = torch.randint(0, 51, (64,), generator=generator)
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            results.append(prefix_set_counts(ids, lengths, 8))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-
-
-def test_prefix_counts_compile_whole(generator: Generator) -> None:
-    ids = torch.randint(0, 2, (6, 8), generator=generator)
-    lengths = torch.randint(0, 9, (6,), generator=generator)
-    groups = torch.tensor([0, 1, 0, 2, 1, 0])
-    compiled = torch.compile(prefix_set_counts, fullgraph=True)
-    assert torch.equal(compiled(ids, lengths, groups), prefix_set_counts(ids, lengths, groups))
-
-
 @pytest.mark.parametrize(
     "change, error, name",
     [

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from versions import traced_whole_after_2_7
 
 import rlkernels
 from rlkernels import checks
@@ -135,21 +134,6 @@ def test_any_order_and_any_integer_dtype(generator: Generator, backend: str) -> 
     assert actual.equal(expected)
 
 
-def test_same_bits_for_any_number_of_threads(thread_counts: tuple[int, ...], generator: Generator) -> None:
-    """Few rows too, which threads share."""
-    pair = make_pair(generator, torch.bfloat16, vocab=9001)
-    one = pair._replace(
-        targets=pair.targets[:1, :1], rows_with=pair.rows_with[:1, :1], rows_without=pair.rows_without[:1, :1]
-    )
-    results = []
-    for count in thread_counts:
-        torch.set_num_threads(count)
-        results.append((pair.contrast(), one.contrast()))
-    for both, single in results:
-        assert both.equal(results[0][0])
-        assert single.equal(both[:1, :1])
-
-
 def test_equal_contexts_have_no_contrast(generator: Generator, backend: str) -> None:
     logits = torch.randn(2, 3, 500, generator=generator)
     targets = torch.randint(500, (2, 3), generator=generator)
@@ -183,17 +167,6 @@ def test_one_factual_pass_serves_several_contexts(generator: Generator, backend:
         assert actual.equal(pair._replace(logits_without=logits).contrast(rows_without=None))
 
 
-def test_nothing_leads_back(generator: Generator, backend: str) -> None:
-    pair = make_pair(generator)
-    for logits in (pair.logits_with, pair.logits_without):
-        logits.requires_grad_()
-    assert not pair.contrast().requires_grad
-    hidden = torch.randn(3, 4, 8, generator=generator).requires_grad_()
-    weight = torch.randn(50, 8, generator=generator).requires_grad_()
-    targets = pair.targets % 50
-    assert not linear_counterfactual_contrast(hidden, hidden * 2, weight, targets).requires_grad
-
-
 def test_ignored_logits_are_not_read(generator: Generator, backend: str) -> None:
     pair = make_pair(generator)
     expected = pair.contrast()
@@ -201,14 +174,6 @@ def test_ignored_logits_are_not_read(generator: Generator, backend: str) -> None
     unused[pair.rows_with[pair.targets != IGNORE]] = False
     pair.logits_with.view(-1, 5003)[unused] = NAN
     assert pair.contrast().equal(expected)
-
-
-def test_no_targets_and_all_ignored(generator: Generator, backend: str) -> None:
-    logits = torch.randn(2, 3, 40, generator=generator)
-    none = torch.zeros(2, 0, dtype=torch.int64)
-    assert counterfactual_contrast(logits, logits, none, rows_with=none, rows_without=none).shape == (2, 0)
-    ignored = torch.full((2, 3), IGNORE)
-    assert counterfactual_contrast(logits, 2 * logits, ignored).equal(torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize("name", ["cuda", "triton"])
@@ -314,20 +279,6 @@ def test_no_temporary_grows_with_the_vocabulary(generator: Generator) -> None:
     with Allocations() as allocations:
         pair.contrast(temperature=0.5, softcap=9.0)
     assert 0 < allocations.largest <= 12 * 8  # one int64 a target
-
-
-@traced_whole_after_2_7
-def test_contrast_compiles_whole(generator: Generator) -> None:
-    pair = make_pair(generator, vocab=50)
-
-    def weights(logits_with: Tensor, logits_without: Tensor) -> Tensor:
-        return replay_weights(pair._replace(logits_with=logits_with, logits_without=logits_without).contrast(), mask)
-
-    mask = pair.targets != IGNORE
-    arguments = pair.logits_with, pair.logits_without
-    torch.testing.assert_close(
-        torch.compile(weights, fullgraph=True, backend="aot_eager")(*arguments), weights(*arguments)
-    )
 
 
 ROWS, ZEROS = torch.zeros(4, dtype=torch.int64), torch.zeros(4)

@@ -435,17 +435,6 @@ def test_layouts(backend: str, layout: str, dtype: torch.dtype, generator: Gener
     torch.testing.assert_close(dleaf, copy_dleaf, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("shape", [(0, 7), (2, 0, 7), (0, 3, 7), (2, 3, 0, 7), (0, 0, 7)], ids=str)
-def test_no_tokens(backend: str, shape: tuple[int, ...]) -> None:
-    """B101"""
-    device = host_device.device()
-    logits = torch.empty(shape, device=device, requires_grad=True)
-    stats = all_stats(logits, torch.empty(shape[:-1], dtype=torch.int64, device=device))
-    assert all(stat.shape == shape[:-1] for stat in stats)
-    (stats.logp.sum() + stats.entropy.sum()).backward()
-    assert logits.grad.shape == shape
-
-
 # Options
 
 
@@ -558,119 +547,7 @@ def test_any_integer_marks_ignored_rows(backend: str, label: int, generator: Gen
     assert (dlogits[kept] != 0).all()
 
 
-# The small cases that broke other software, by their ids: what, logits, targets, options, expected statistics
-
-ln = math.log
-INF = math.inf
-B29_LOGITS = [
-    [-0.1118, 0.0162, 0.0956],
-    [-0.1134, 0.0088, 0.1046],
-    [-0.1737, 0.1315, 0.0422],
-    [-0.0921, 0.0728, 0.0194],
-]
-SMALL_CASES: dict[str, tuple[Tensor, list[int], dict[str, Any], dict[str, list[float]]]] = {
-    "B06 columns past V are not counted": (
-        torch.full((4, 300), -50.0),
-        [0, 1, 298, 299],
-        {},
-        {"logp": [-ln(300)] * 4, "entropy": [ln(300)] * 4},
-    ),
-    "B07 nor under softcap": (torch.full((1, 5), -20.0), [0], {"softcap": 1.0}, {"logp": [-ln(5)]}),
-    "B09 entropy beside -inf": (torch.tensor([[0.0, ln(3), -INF, -INF]]), [1], {}, {"entropy": [0.562335]}),
-    "B11 one finite logit": (torch.tensor([[0.0, -INF]]), [0], {}, {"entropy": [0.0], "logp": [0.0]}),
-    "B11 two finite logits": (torch.tensor([[0.0, 0.0, -INF]]), [0], {}, {"entropy": [ln(2)]}),
-    "B11 the ends of float16": (
-        torch.tensor([[65504.0, -65504.0]], dtype=torch.float16),
-        [0],
-        {},
-        {"entropy": [0.0], "logp": [0.0]},
-    ),
-    "B15 ignored beside used": (
-        torch.zeros(2, 3),
-        [IGNORE, 2],
-        {},
-        {"logp": [0.0, -ln(3)], "lse": [0.0, ln(3)]},
-    ),
-    "B17 two of four are ignored": (
-        torch.zeros(4, 8),
-        [3, IGNORE, 1, IGNORE],
-        {},
-        {"logp": [-ln(8), 0.0] * 2, "entropy": [ln(8), 0.0] * 2},
-    ),
-    "B29 outputs are written without gradient": (
-        torch.tensor(B29_LOGITS),
-        [0, 0, 0, 0],
-        {},
-        {"logp": torch.tensor(B29_LOGITS, dtype=torch.float64).log_softmax(-1)[:, 0].tolist()},
-    ),
-    "B38 512 equal bfloat16 logits": (
-        torch.full((1, 512), 3.0, dtype=torch.bfloat16),
-        [7],
-        {},
-        {"logp": [-6.238325], "entropy": [6.238325]},
-    ),
-    "B38 151936 equal bfloat16 logits": (
-        torch.full((1, 151936), 3.0, dtype=torch.bfloat16),
-        [7],
-        {},
-        {"logp": [-11.931215], "entropy": [11.931215]},
-    ),
-    **{
-        f"B39 offset {c:g}": (torch.tensor([[2.0 + c, -1.0 + c]]), [0], {}, {"logp": [-0.0485874]})
-        for c in (0.0, 1e4, 1e6, -1e7)
-    },
-    "B39 two equal logits of 1e8": (torch.full((1, 2), 1e8), [0], {}, {"logp": [-ln(2)], "entropy": [ln(2)]}),
-    "B67 temperature is applied once": (
-        torch.tensor([[0.0, 1.0]]),
-        [1],
-        {"temperature": 0.5},
-        {"logp": [-0.126928], "entropy": [0.365334]},
-    ),
-    "B72 softcap": (
-        torch.tensor([[124.0]]),
-        [0],
-        {"softcap": 30.0},
-        {"lse": [29.984588], "mean_logits": [29.984588]},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SMALL_CASES)
-def test_small_cases(backend: str, name: str) -> None:
-    logits, targets, options, expected = SMALL_CASES[name]
-    stats = all_stats(logits.to(host_device.device()), torch.tensor(targets, device=host_device.device()), **options)
-    for statistic, values in expected.items():
-        actual = getattr(stats, statistic)
-        assert actual.dtype == torch.float32
-        assert actual.tolist() == pytest.approx(values, rel=1e-6, abs=1e-6), statistic
-
-
-# what, logits, target, options, statistic, expected gradient
-SMALL_GRADIENTS: dict[str, tuple[list[float], int, dict[str, Any], str, list[float]]] = {
-    "B09 entropy beside -inf": ([0.0, ln(3), -INF, -INF], 1, {}, "entropy", [0.205990, -0.205990, 0.0, 0.0]),
-    "B11 entropy of one finite logit": ([0.0, -INF], 0, {}, "entropy", [0.0, 0.0]),
-    **{
-        f"B39 offset {c:g}": ([2.0 + c, -1.0 + c], 0, {}, "logp", [0.0474259, -0.0474259])
-        for c in (0.0, 1e4, 1e6, -1e7)
-    },
-    "B67 temperature scales once more": (
-        [0.0, 1.0],
-        1,
-        {"temperature": 0.5},
-        "logp",
-        [-0.238406, 0.238406],
-    ),
-    "B72 lse follows the capped logit": ([124.0], 0, {"softcap": 30.0}, "lse", [0.001027]),
-}
-
-
-@pytest.mark.parametrize("name", SMALL_GRADIENTS)
-def test_small_gradients(backend: str, name: str) -> None:
-    logits, target, options, statistic, expected = SMALL_GRADIENTS[name]
-    leaf = torch.tensor([logits], device=host_device.device(), requires_grad=True)
-    stats = all_stats(leaf, torch.tensor([target], device=host_device.device()), **options)
-    getattr(stats, statistic).sum().backward()
-    assert leaf.grad[0].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+# Bounds, and softcaps that saturate
 
 
 @pytest.mark.parametrize("vocab", [32003, 129920, 151936, 262144], ids="V={}".format)
@@ -684,7 +561,7 @@ def test_bounds(backend: str, vocab: int, generator: Generator) -> None:
     stats = token_stats(case.logits, case.targets)
     assert (stats.logp <= 0).all()
     assert (stats.entropy >= 0).all()
-    assert (stats.entropy <= ln(vocab) * (1 + 1e-6)).all()
+    assert (stats.entropy <= math.log(vocab) * (1 + 1e-6)).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)

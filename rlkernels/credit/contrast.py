@@ -164,7 +164,7 @@ def _take(hidden: Tensor, rows: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     stored = hidden.reshape(-1, hidden.shape[-1])
     is_stored = (rows >= 0) & (rows < stored.shape[0])
     index = torch.where(used & is_stored, rows, 0).to(torch.int64)
-    return stored.index_select(0, flat(index)).view(*rows.shape, -1), used & ~is_stored
+    return stored.index_select(0, flat(index)).view(*rows.shape, stored.shape[1]), used & ~is_stored
 
 
 def _contrast(
@@ -265,7 +265,7 @@ def contrast_by_span(contrast: Tensor, spans: Tensor, *, mask: Tensor | None = N
     checks.require_choice("reduction", reduction, ("mean", "sum"))
     begin, end = spans.unbind(-1)
     good = (begin >= 0) & (begin <= end) & (end <= length)
-    checks.check_values("spans", spans, good, f"0 <= first <= end <= {length}")
+    checks.check_values("spans", spans, good, "0 <= first <= end <= {}", length)
     valid = torch.ones_like(contrast, dtype=torch.bool) if mask is None else mask != 0
     values = wide(contrast.detach())
     positions = torch.arange(length, device=contrast.device)

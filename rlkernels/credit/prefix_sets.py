@@ -62,4 +62,4 @@ def check_responses(token_ids: Tensor, lengths: Tensor) -> None:
     rows, width = token_ids.shape
     checks.require_shape("lengths", lengths, (rows,))
     checks.require_same_device("token_ids", token_ids, lengths=lengths)
-    checks.check_values("lengths", lengths, (lengths >= 0) & (lengths <= width), f"values in [0, {width}]")
+    checks.check_values("lengths", lengths, (lengths >= 0) & (lengths <= width), "values in [0, {}]", width)

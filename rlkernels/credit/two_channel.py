@@ -83,7 +83,7 @@ def two_channel_advantages(
     checks.require_choice("variant", variant, _VARIANTS)
     for name, value in (("penalty", penalty), ("credit", credit), ("count_clip", count_clip)):
         checks.require_number(name, value, at_least=0.0)
-    checks.check_values("turn_ids", turn_ids, turn_ids < turns, f"turns below {turns}")
+    checks.check_values("turn_ids", turn_ids, turn_ids < turns, "turns below {}", turns)
 
     rewards = wide(outcomes.detach())
     violations, fulfilments = wide(violations.detach()), wide(fulfilments.detach())

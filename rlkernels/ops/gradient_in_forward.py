@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from rlkernels import backends
 from rlkernels.ops.linear_rows import HeadGradient, Keep, LinearRows, linear_backward, linear_forward
@@ -26,6 +27,10 @@ class Parts(NamedTuple):
     spans: Sequence[slice]
     loss: Callable[[int, Tensor, Tensor], Tensor]  # of a part's number, logp and entropy, both flat
     chunk_bytes: int
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class GradientInForward(torch.autograd.Function):
@@ -45,7 +50,8 @@ class GradientInForward(torch.autograd.Function):
             part = rows.take(span)
             stats, kept = linear_forward(part, _WANTED, parts.chunk_bytes, kernels, Keep(direction=False, logits=True))
             leaves = (stats.logp.detach().requires_grad_(), stats.entropy.detach().requires_grad_())
-            with torch.enable_grad():
+            # a checkpoint around the loss keeps nothing of this graph, which ends here
+            with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
                 value = parts.loss(number, *leaves)
             dlogp, dentropy = torch.autograd.grad(value, leaves, allow_unused=True)
             loss += value.detach()

@@ -147,7 +147,9 @@ def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     refuse_double_backward("linear_token_stats")
     *tensors, row_max, log_sum_exp, entropy, direction, kept_logits = ctx.saved_tensors
     hidden = tensors[0]
-    upstream = Upstream(*(None if gradient is None else gradient.contiguous() for gradient in gradients[:3]))
+    # an output that was not asked for is empty, and so is a gradient that reaches it
+    arrived = (d if d is not None and d.shape == row_max.shape else None for d in gradients[:3])
+    upstream = Upstream(*(None if gradient is None else gradient.contiguous() for gradient in arrived))
     needs = ctx.needs_input_grad[:3]
     dinputs: list[Tensor | None] = [None, None, None]
     if any(needs) and any(gradient is not None for gradient in upstream):
