@@ -166,7 +166,11 @@ REFUSED: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
     "a struct of another kind": (EITHER, {"scaling": 3}, r"scaling: expected a struct of this module, got 3"),
     "dtype 4": (EITHER, {"logits.dtype": 4}, r"LogitsView\.dtype: expected a number in \[0, 3\], got 4"),
     "dtype NaN": (EITHER, {"logits.dtype": torch.nan}, r"LogitsView\.dtype: expected an integer.*got nan"),
-    "rows that overflow": (EITHER, {"logits.outer": 2**40, "logits.inner": 2**40}, r"LogitsView\.inner: .*2\^?"),
+    "rows that overflow": (
+        EITHER,
+        {"logits.outer": 2**40, "logits.inner": 2**40},
+        r"LogitsView\.inner: expected at most .* rows, got",
+    ),
     "a stride that overflows": (EITHER, {"logits.stride_outer": 2**62}, r"LogitsView\.data: .*64-bit offsets"),
     "a stride whose bytes overflow": (EITHER, {"logits.stride_inner": 2**60}, r"LogitsView\.data: .*64-bit offsets"),
     "a row without columns whose offset overflows": (
@@ -543,7 +547,7 @@ def test_the_cpu_says_so(label: int, generator: Generator) -> None:
         )
 
 
-GARBAGE = (-(2**63), -(2**40), -1, 41, 2**31, 2**40, 2**63 - 1)
+GARBAGE = (-(2**63), -1, 41, 2**40, 2**63 - 1)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
