@@ -4,8 +4,11 @@
 
 #include <pybind11/pybind11.h>
 
+#include <limits>
+#include <string>
 #include <type_traits>
 
+#include "check.h"
 #include "params.h"
 
 namespace rlk {
@@ -21,30 +24,53 @@ T* pointer(uintptr_t address) {
 // Keyword arguments by the names of a struct's fields.
 class Fields {
  public:
-  explicit Fields(const py::kwargs& values) : values_(values) {}
+  Fields(const char* structure, const py::kwargs& values) : structure_(structure), values_(values) {}
 
   template <class T>
   void read(const char* name, T& field) const {
-    const auto value = values_[name];
     if constexpr (std::is_pointer_v<T>) {
-      field = pointer<std::remove_pointer_t<T>>(value.template cast<uintptr_t>());
+      field = pointer<std::remove_pointer_t<T>>(value<uintptr_t>(name, "an address"));
     } else if constexpr (std::is_enum_v<T>) {
-      field = static_cast<T>(static_cast<int>(value.template cast<double>()));  // codes and flags may come as floats
+      field = static_cast<T>(code(name, std::numeric_limits<int>::min(), std::numeric_limits<int>::max()));
     } else if constexpr (std::is_same_v<T, bool>) {
-      field = value.template cast<double>() != 0;
+      field = code(name, 0, 1) != 0;
+    } else if constexpr (std::is_integral_v<T>) {
+      field = value<T>(name, sizeof(T) == sizeof(int) ? "an integer of 32 bits" : "an integer of 64 bits");
+    } else if constexpr (std::is_floating_point_v<T>) {
+      field = value<T>(name, "a number");
     } else {
-      field = value.template cast<T>();
+      field = value<T>(name, "a struct of this module");
     }
   }
 
  private:
+  template <class T>
+  T value(const char* name, const char* expected) const {
+    const py::object given = values_[name];
+    try {
+      return given.cast<T>();
+    } catch (const py::cast_error&) {
+      fail(structure_, ".", name, ": expected ", expected, ", got ", std::string(py::repr(given)));
+    }
+  }
+
+  // Codes and flags may come as floats.
+  int code(const char* name, int low, int high) const {
+    const double number = value<double>(name, "a code");
+    if (!(number >= low && number <= high) || number != static_cast<int>(number)) {
+      fail(structure_, ".", name, ": expected an integer in [", low, ", ", high, "], got ", number);
+    }
+    return static_cast<int>(number);
+  }
+
+  const char* structure_;
   const py::kwargs& values_;
 };
 
 #define RLK_READ(name) fields.read(#name, out.name)
 
 inline LogitsView logits_view(const py::kwargs& kwargs) {
-  const Fields fields(kwargs);
+  const Fields fields("LogitsView", kwargs);
   LogitsView out;
   RLK_READ(data);
   RLK_READ(dtype);
@@ -60,7 +86,7 @@ inline LogitsView logits_view(const py::kwargs& kwargs) {
 }
 
 inline RowScaling row_scaling(const py::kwargs& kwargs) {
-  const Fields fields(kwargs);
+  const Fields fields("RowScaling", kwargs);
   RowScaling out;
   RLK_READ(temperature);
   RLK_READ(temperature_stride);
@@ -70,7 +96,7 @@ inline RowScaling row_scaling(const py::kwargs& kwargs) {
 }
 
 inline RowStatsOut row_stats_out(const py::kwargs& kwargs) {
-  const Fields fields(kwargs);
+  const Fields fields("RowStatsOut", kwargs);
   RowStatsOut out;
   RLK_READ(logp);
   RLK_READ(entropy);
@@ -84,7 +110,7 @@ inline RowStatsOut row_stats_out(const py::kwargs& kwargs) {
 }
 
 inline TokenStatsForwardParams token_stats_forward_params(const py::kwargs& kwargs) {
-  const Fields fields(kwargs);
+  const Fields fields("TokenStatsForwardParams", kwargs);
   TokenStatsForwardParams out;
   RLK_READ(logits);
   RLK_READ(vocab);
@@ -99,7 +125,7 @@ inline TokenStatsForwardParams token_stats_forward_params(const py::kwargs& kwar
 }
 
 inline TokenStatsBackwardParams token_stats_backward_params(const py::kwargs& kwargs) {
-  const Fields fields(kwargs);
+  const Fields fields("TokenStatsBackwardParams", kwargs);
   TokenStatsBackwardParams out;
   RLK_READ(logits);
   RLK_READ(vocab);
@@ -120,7 +146,7 @@ inline TokenStatsBackwardParams token_stats_backward_params(const py::kwargs& kw
 }
 
 inline ObjectiveOptions objective_options(const py::kwargs& kwargs) {
-  const Fields fields(kwargs);
+  const Fields fields("ObjectiveOptions", kwargs);
   ObjectiveOptions out;
   RLK_READ(kind);
   RLK_READ(level);
@@ -148,7 +174,7 @@ inline ObjectiveOptions objective_options(const py::kwargs& kwargs) {
 }
 
 inline PolicyObjectiveParams policy_objective_params(const py::kwargs& kwargs) {
-  const Fields fields(kwargs);
+  const Fields fields("PolicyObjectiveParams", kwargs);
   PolicyObjectiveParams out;
   RLK_READ(options);
   RLK_READ(dtype);
@@ -181,7 +207,7 @@ inline PolicyObjectiveParams policy_objective_params(const py::kwargs& kwargs) {
 }
 
 inline PolicySweepParams policy_sweep_params(const py::kwargs& kwargs) {
-  const Fields fields(kwargs);
+  const Fields fields("PolicySweepParams", kwargs);
   PolicySweepParams out;
   RLK_READ(stats);
   RLK_READ(objective);
@@ -190,7 +216,7 @@ inline PolicySweepParams policy_sweep_params(const py::kwargs& kwargs) {
 }
 
 inline PrefixCountsParams prefix_counts_params(const py::kwargs& kwargs) {
-  const Fields fields(kwargs);
+  const Fields fields("PrefixCountsParams", kwargs);
   PrefixCountsParams out;
   RLK_READ(token_ids);
   RLK_READ(rows);

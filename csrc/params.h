@@ -133,9 +133,11 @@ struct PolicyObjectiveParams {
 
 // One read and one write of the logits: statistics, each row's coefficients, the gradient of the loss.
 struct PolicySweepParams {
-  TokenStatsForwardParams stats;    // of whole rows; its out.logp and, with an entropy bonus, out.entropy are written
+  // of whole rows in their order, without an index; its out takes logp, row_max and log_sum_exp, with an entropy bonus
+  // entropy too, and lse if that is wanted
+  TokenStatsForwardParams stats;
   PolicyObjectiveParams objective;  // token-level; logp, entropy, loss and metrics are not used
-  void* dlogits;                    // [rows, vocab] contiguous, logits' dtype; every element is written
+  void* dlogits;  // [rows, vocab] contiguous, logits' dtype, apart from them; every element is written
 };
 
 // Token ids of responses; rows of one group are compared with each other.

@@ -6,9 +6,11 @@ triton and the package are imported, so they are imported in the fixtures.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -108,3 +110,11 @@ def host_device_kernels(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     import host_device
 
     return host_device.load(host_device.build(tmp_path_factory.mktemp("host_device")), "_host_device")
+
+
+@pytest.fixture(scope="session")
+def sanitized_host_device(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of the same module built with a sanitizer, "thread" or "address"."""
+    import host_device
+
+    return functools.cache(lambda sanitizer: host_device.build(tmp_path_factory.mktemp(sanitizer), sanitizer))

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -206,8 +206,8 @@ class Sanitized(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=SANITIZERS)
-def sanitized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sanitized:
-    return Sanitized(request.param, host_device.build(tmp_path_factory.mktemp(request.param), request.param))
+def sanitized(request: pytest.FixtureRequest, sanitized_host_device: Callable[[str], Path]) -> Sanitized:
+    return Sanitized(request.param, sanitized_host_device(request.param))
 
 
 def kernels_in_sources() -> set[str]:

@@ -17,18 +17,25 @@ from torch import Tensor
 from rlkernels.triton_kernels import configs
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit
+def length_of(lengths, row, rows, width):
+    """At most the width; 0 of a row that is not there, which is then never an address."""
+    is_there = (row >= 0) & (row < rows)
+    return tl.minimum(tl.load(lengths + row, mask=is_there, other=0), width)
+
+
+@triton.jit(do_not_specialize=["rows", "width"])
 def common_prefix_kernel(
-    token_ids, lengths, row_order, group_starts, group_of_position, histogram, width, BLOCK: tl.constexpr
+    token_ids, lengths, row_order, group_starts, group_of_position, histogram, rows, width, BLOCK: tl.constexpr
 ):
     """Counts LCP(i, j), unless 0, into rows i and j of the histogram, for every j after i in i's group."""
     position = tl.program_id(0).to(tl.int64)
     row = tl.load(row_order + position)
-    length = tl.minimum(tl.load(lengths + row), width)
-    group_end = tl.load(group_starts + tl.load(group_of_position + position) + 1)
+    length = length_of(lengths, row, rows, width)
+    group_end = tl.minimum(tl.load(group_starts + tl.load(group_of_position + position) + 1), rows)
     for other_position in range(position + 1, group_end):
         other = tl.load(row_order + other_position)
-        end = tl.minimum(length, tl.load(lengths + other))
+        end = tl.minimum(length, length_of(lengths, other, rows, width))
         shared = tl.zeros_like(end)
         begin = tl.zeros_like(end)
         while begin < end:
@@ -61,6 +68,7 @@ def prefix_counts(token_ids: Tensor, lengths: Tensor, row_order: Tensor, group_s
     block, num_warps = configs.PREFIX_TOKENS
     positions = torch.arange(rows, device=token_ids.device)
     group_of_position = torch.searchsorted(group_starts, positions, right=True) - 1
+    group_of_position.clamp_(0, group_starts.shape[0] - 2)
     counts.zero_()  # the histogram, until it is summed
     with configs.device_of(token_ids):
         common_prefix_kernel[(rows,)](
@@ -70,6 +78,7 @@ def prefix_counts(token_ids: Tensor, lengths: Tensor, row_order: Tensor, group_s
             group_starts,
             group_of_position,
             counts,
+            rows,
             width,
             BLOCK=block,
             num_warps=num_warps,

@@ -1,5 +1,6 @@
 #include "buffer_pool.h"
 
+#include <cstdint>
 #include <cstdlib>
 #include <list>
 #include <mutex>
@@ -96,6 +97,7 @@ class Pool {
 }  // namespace
 
 Buffer::Buffer(size_t bytes) : bytes_(bytes), capacity_((bytes + kHugePage - 1) / kHugePage * kHugePage) {
+  if (bytes > SIZE_MAX - kHugePage) throw std::bad_alloc();
   Block block = Pool::instance().take(capacity_);
   if (block.data == nullptr) block = {allocate(capacity_), capacity_};
   if (block.data == nullptr) {

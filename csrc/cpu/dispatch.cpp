@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstdlib>
 
-#include "../check.h"
+#include "../check_params.h"
 
 namespace rlk {
 namespace {
@@ -24,14 +24,20 @@ struct Bodies {
 const std::vector<Bodies>& bodies() {
   static const std::vector<Bodies> available = [] {
     std::vector<Bodies> found;
-#ifdef RLK_X86
+#if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-      if (__builtin_cpu_supports("avx512bf16")) found.push_back(RLK_BODIES(avx512bf16));
-      found.push_back(RLK_BODIES(avx512));
-    }
+    [[maybe_unused]] const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    [[maybe_unused]] const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                                             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                                             __builtin_cpu_supports("avx512vl");
+#endif
+#ifdef RLK_HAS_avx512bf16
+    if (has_avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(RLK_BODIES(avx512bf16));
+#endif
+#ifdef RLK_HAS_avx512
+    if (has_avx512) found.push_back(RLK_BODIES(avx512));
+#endif
+#ifdef RLK_HAS_avx2
     if (has_avx2) found.push_back(RLK_BODIES(avx2));
 #endif
     found.push_back(RLK_BODIES(generic));
@@ -66,7 +72,7 @@ void check_scaling(const RowScaling& scaling, const int64_t* targets, int64_t ig
 
 // A bad label never becomes an address: everything is checked before a row is read.
 template <class Params>
-void check_rows(const Params& params) {
+void check_row_values(const Params& params) {
   const int64_t rows = params.logits.rows();
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t target = params.targets[row];
@@ -94,7 +100,7 @@ void check_normalizer(const char* name, const double* normalizer) {
 }
 
 // Nor does a border of a sequence.
-void check_batch(const PolicyObjectiveParams& params) {
+void check_batch_values(const PolicyObjectiveParams& params) {
   check_normalizer("normalizer", params.normalizer);
   check_normalizer("entropy_normalizer", params.entropy_normalizer);
   const int64_t* borders = params.cu_seqlens;
@@ -129,23 +135,27 @@ void set_isa(const std::string& name) {
 }
 
 void token_stats_forward(const TokenStatsForwardParams& params) {
-  check_rows(params);
+  check(params, RunsOn::kThreads);
+  check_row_values(params);
   selected().load()->token_stats_forward(params);
 }
 
 void token_stats_backward(const TokenStatsBackwardParams& params) {
-  check_rows(params);
+  check(params, RunsOn::kThreads);
+  check_row_values(params);
   selected().load()->token_stats_backward(params);
 }
 
 void policy_objective(const PolicyObjectiveParams& params) {
-  check_batch(params);
+  check(params, RunsOn::kThreads);
+  check_batch_values(params);
   selected().load()->policy_objective(params);
 }
 
 void policy_sweep(const PolicySweepParams& params) {
-  check_rows(params.stats);
-  check_batch(params.objective);
+  check(params, RunsOn::kThreads);
+  check_row_values(params.stats);
+  check_batch_values(params.objective);
   selected().load()->policy_sweep(params);
 }
 

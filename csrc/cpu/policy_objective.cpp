@@ -128,8 +128,9 @@ template <class T, ObjectiveKind kKind, Path kPath, bool kKl>
 void sequences(const PolicyObjectiveParams& p, const ObjectiveRows<T>& rows, SequenceSums* sums) {
   const int64_t grain = rows.sequences_per_piece(kTokensPerPiece);
   std::vector<TokenBlocks<T>> tokens;
-  tokens.reserve(p.threads);
-  for (int i = 0; i < std::min<int64_t>(p.threads, p.sequences); ++i) tokens.emplace_back(p);
+  const int64_t workers = std::min<int64_t>(p.threads, p.sequences);
+  tokens.reserve(workers);
+  for (int64_t i = 0; i < workers; ++i) tokens.emplace_back(p);
   for_each_row_of_worker(p.sequences, grain, p.threads, [&](int worker, int64_t b) {
     sequence<T, kKind, kPath, kKl>(p, rows, b, &tokens[worker], &sums[b]);
   });

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <vector>
 
+#include "../check_params.h"
 #include "dispatch.h"
 #include "parallel.h"
 
@@ -68,9 +69,35 @@ struct Group {
   }
 };
 
+// What is an address later on.
+void check_values(const PrefixCountsParams& p) {
+  for (int64_t row = 0; row < p.rows; ++row) {
+    if (p.lengths[row] < 0 || p.lengths[row] > p.width) {
+      fail("lengths: expected numbers in [0, ", p.width, "], got ", p.lengths[row], " at row ", row);
+    }
+  }
+  std::vector<bool> is_there(p.rows);
+  for (int64_t position = 0; position < p.rows; ++position) {
+    const int64_t row = p.row_order[position];
+    if (row < 0 || row >= p.rows || is_there[row]) {
+      fail("row_order: expected each row of [0, ", p.rows, ") once, got ", row, " at position ", position);
+    }
+    is_there[row] = true;
+  }
+  if (p.groups == 0) return;
+  const int64_t* const starts = p.group_starts;
+  const bool rises = std::is_sorted(starts, starts + p.groups + 1);
+  if (!rises || starts[0] != 0 || starts[p.groups] != p.rows) {
+    fail("group_starts: expected borders that rise from 0 to ", p.rows, ", got ", starts[0], " to ", starts[p.groups],
+         rises ? "" : ", not rising");
+  }
+}
+
 }  // namespace
 
 void prefix_counts(const PrefixCountsParams& params) {
+  check(params, RunsOn::kThreads);
+  check_values(params);
   for_each_row(params.groups, 1, params.threads, [&](int64_t index) {
     Group group{params,
                 {params.row_order + params.group_starts[index], params.row_order + params.group_starts[index + 1]},

@@ -1,8 +1,7 @@
 // The CUDA kernels' entry points. Pointers are the device's; everything is queued on the target's stream, nothing is
 // allocated and nobody waits. The caller makes the device the current one, as only it knows whether one that was
 // current before has a context to go back to. `threads` of the parameters is not used. A workspace has the size that
-// the operation's
-// `*_workspace_bytes` says for the same parameters; a null one is as good where that is 0.
+// the operation's `*_workspace_bytes` says for the same parameters, and is null where that is 0.
 #pragma once
 
 #include <cstddef>

@@ -12,10 +12,12 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kOthers = 256;  // rows compared before their LCPs are counted
 
-RLK_DEVICE int64_t length_of(const PrefixCountsParams& p, int64_t row) {
-  const int64_t length = p.lengths[row];
-  return length < 0 ? 0 : length < p.width ? length : p.width;
-}
+// Nobody could look at what is in the arrays: a number that is out of range is not let out of them.
+RLK_DEVICE int64_t limited(int64_t number, int64_t most) { return number < 0 ? 0 : number < most ? number : most; }
+
+RLK_DEVICE bool has_row(const PrefixCountsParams& p, int64_t row) { return row >= 0 && row < p.rows; }
+
+RLK_DEVICE int64_t length_of(const PrefixCountsParams& p, int64_t row) { return limited(p.lengths[row], p.width); }
 
 // By bisection: the last group that starts at or before the position; empty groups are skipped.
 RLK_DEVICE int64_t group_of(const PrefixCountsParams& p, int64_t position) {
@@ -50,15 +52,16 @@ RLK_KERNEL(kThreads, 1) void prefix_counts_kernel(PrefixCountsParams p) {
   RLK_SHARED(int64_t, shared_prefix, kOthers);
   const int64_t position = block_index();
   const int64_t row = p.row_order[position];
+  if (!has_row(p, row)) return;
   const int64_t group = group_of(p, position);
-  const int64_t begin = p.group_starts[group], end = p.group_starts[group + 1];
+  const int64_t begin = limited(p.group_starts[group], p.rows), end = limited(p.group_starts[group + 1], p.rows);
   int32_t* const counts = p.counts + row * p.width;
   for (int64_t column = thread_index(); column < p.width; column += kThreads) counts[column] = 1;
   for (int64_t first = begin; first < end; first += kOthers) {
     const int others = static_cast<int>(end - first < kOthers ? end - first : kOthers);
     for (int i = thread_index() / kWarp; i < others; i += kThreads / kWarp) {
       const int64_t other = p.row_order[first + i];
-      const int64_t prefix = first + i == position ? 0 : common_prefix(p, row, other);
+      const int64_t prefix = first + i == position || !has_row(p, other) ? 0 : common_prefix(p, row, other);
       if (thread_index() % kWarp == 0) shared_prefix[i] = prefix;
     }
     __syncthreads();

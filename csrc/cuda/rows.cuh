@@ -48,6 +48,11 @@ RLK_DEVICE LogitsRow<Elem> row_of(const LogitsView& view, int64_t row) {
   return {static_cast<const Elem*>(view.data) + view.row_offset(row), view.vocab, view.stride_vocab};
 }
 
+// Where in a tile a label is: outside for one that is bad. As a difference of unsigned numbers it is defined for all.
+RLK_DEVICE int64_t column_of(int64_t label, int64_t vocab_start) {
+  return static_cast<int64_t>(static_cast<uint64_t>(label) - static_cast<uint64_t>(vocab_start));
+}
+
 // Columns of a row that chunks can be read at: those whose aligned neighbourhood is inside the row.
 struct SafeColumns {
   int64_t begin, end;

@@ -50,7 +50,7 @@ void token_stats_forward_kernel(TokenStatsForwardParams p) {
   RLK_SHARED(RowState<double>, state, 1);
   if (is_first) *state = state_before(p, row);
   const RowTransform<T> transform = transform_of<T>(p, row);
-  push_row<Elem, kRows>(row_of<Elem>(p.logits, row), target - p.vocab_start, transform, state);
+  push_row<Elem, kRows>(row_of<Elem>(p.logits, row), column_of(target, p.vocab_start), transform, state);
   if (is_first) hand_on<T>(p, row, *state, transform.k);
 }
 
@@ -65,7 +65,7 @@ void token_stats_segments_kernel(TokenStatsForwardParams p, RowState<double>* se
   const int64_t segment = block_index() % blocks * kSegmentsPerBlock + warp_index();
   if (target == p.ignore_index || segment >= count) return;
   const RowState<double> state = segment_state<Elem, kRows>(row_of<Elem>(p.logits, row), segment * kSegment,
-                                                            target - p.vocab_start, transform_of<T>(p, row));
+                                                            column_of(target, p.vocab_start), transform_of<T>(p, row));
   if (lane_index() == 0) segments[row * count + segment] = state;
 }
 
@@ -105,8 +105,8 @@ void token_stats_backward_kernel(TokenStatsBackwardParams p, int64_t pieces) {
     return;
   }
   T* const dtarget = p.dtarget ? static_cast<T*>(p.dtarget) + row : nullptr;
-  write_gradient<Elem, kRows>(row_of<Elem>(p.logits, row), target - p.vocab_start, transform_of<T>(p, row), c, out,
-                              dtarget, piece);
+  write_gradient<Elem, kRows>(row_of<Elem>(p.logits, row), column_of(target, p.vocab_start), transform_of<T>(p, row), c,
+                              out, dtarget, piece);
 }
 
 template <class Elem, Rows kRows>
