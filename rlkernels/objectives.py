@@ -50,9 +50,9 @@ class PolicyTerms(NamedTuple):
 
 
 def limited(x: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
-    """`x.clamp(low, high)` with slope 1 at a bound, where torch's own is 1 before 2.14 and 0 from there on."""
+    """`x.clamp(low, high)` with slope 1 at a bound, where torch's own is 0 from 2.14 on, and at NaN, where it is 0."""
     clamped = x.detach().clamp(low, high)
-    return torch.where(x == clamped, x, clamped)
+    return torch.where((x < clamped) | (x > clamped), clamped, x)
 
 
 def limited_exp(log_ratio: Tensor) -> Tensor:

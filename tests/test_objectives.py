@@ -307,8 +307,22 @@ def test_no_token_at_all(name: str, shape: tuple[int, ...]) -> None:
 
 
 def test_a_limit_passes_the_gradient_at_its_bounds() -> None:
-    """Whatever torch.clamp does there: at a bound nothing is clipped."""
+    """Whatever torch.clamp does there: at a bound nothing is clipped, and NaN is felt."""
     x = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0, torch.nan], requires_grad=True)
     y = limited(x, -1.0, 1.0)
     torch.testing.assert_close(y, torch.tensor([-1.0, -1.0, 0.0, 1.0, 1.0, torch.nan]), equal_nan=True)
-    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [0, 1, 1, 1, 0, 0]
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [0, 1, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "sapo", "nft"])
+def test_nan_of_a_trained_token_reaches_the_gradient(name: str, backend: str) -> None:
+    """On every backend alike: a step that cannot be computed must not look like one."""
+    logp = torch.full((2, 3), -1.0, requires_grad=True)
+    old_logp = logp.detach().clone()
+    old_logp[1, 2] = torch.nan
+    batch = PolicyBatch(
+        None, torch.tensor([1.0, -1.0]), old_logp=old_logp, extras={"success_rate": torch.full((2,), 0.5)}
+    )
+    rlkernels.logp_policy_loss(logp, batch, name).loss.backward()
+    assert logp.grad[1, 2].isnan()
+    assert logp.grad[0].isfinite().all()
