@@ -113,7 +113,7 @@ def test_opcheck(operation: Operation, backend: str, generator: Generator) -> No
         torch.library.opcheck(func, arguments, test_utils=UTILITIES[:-1] if is_kept else UTILITIES)
 
 
-@on_cases(DIFFERENTIABLE)
+@on_cases(DIFFERENTIABLE, ["cpu", "cuda", "reference"], ["triton"])
 def test_gradients_are_those_of_the_values(operation: Operation, backend: str, generator: Generator) -> None:
     """By finite differences in float64; where the definition stops gradients, the definition's."""
     inputs = with_leaves(operation, operation.inputs(Draw(generator, torch.float64, Sizes(2, 2, 5, 3))))
@@ -152,7 +152,7 @@ def test_compiles_whole_and_once_for_any_length_and_number(
 # Precision
 
 
-@on_cases(DIFFERENTIABLE)
+@on_cases(DIFFERENTIABLE, ["cpu", "reference"], ["cuda", "triton"])
 def test_autocast(operation: Operation, backend: str, generator: Generator) -> None:
     """Nothing changes where no GEMM is; gradients are in their inputs' dtypes."""
     inputs = operation.inputs(Draw(generator))
@@ -169,7 +169,7 @@ def test_autocast(operation: Operation, backend: str, generator: Generator) -> N
 SMALL = 2.0**-24  # of a loss: its gradients are below what float16 can hold
 
 
-@on_cases([operation for operation in DIFFERENTIABLE if torch.float16 in operation.dtypes])
+@on_cases([operation for operation in DIFFERENTIABLE if torch.float16 in operation.dtypes], ["cpu", "reference"])
 @pytest.mark.parametrize("overflows", [False, True], ids=["step", "overflow"])
 def test_gradient_scaler(overflows: bool, operation: Operation, backend: str, generator: Generator) -> None:
     """float16 inputs, float32 masters: gradients survive scaled, and one that overflows skips the step."""
@@ -199,7 +199,7 @@ def test_gradient_scaler(overflows: bool, operation: Operation, backend: str, ge
 # Recomputation
 
 
-@on_cases(DIFFERENTIABLE)
+@on_cases(DIFFERENTIABLE, ["cpu", "reference"], ["cuda", "triton"])
 @pytest.mark.parametrize("is_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_checkpoint(is_reentrant: bool, operation: Operation, backend: str, generator: Generator) -> None:
     """Run once more in backward, if need be, to the same bits."""
