@@ -114,14 +114,14 @@ def test_opcheck(operation: Operation, backend: str, generator: Generator) -> No
         torch.library.opcheck(func, arguments, test_utils=UTILITIES[:-1] if is_kept else UTILITIES)
 
 
-@on_cases(DIFFERENTIABLE)
+@on_cases(DIFFERENTIABLE, ["cpu", "cuda", "reference"], ["triton"])
 def test_gradients_are_those_of_the_values(operation: Operation, backend: str, generator: Generator) -> None:
     """By finite differences in float64; where the definition stops gradients, the definition's."""
     inputs = with_leaves(operation, operation.inputs(Draw(generator, torch.float64, Sizes(2, 2, 5, 3))))
     if operation.stops_gradients:
         actual = both_passes(operation, inputs)
         rlkernels.set_backend("reference")
-        assert_passes(actual, both_passes(operation, inputs), exactly=False)
+        assert_passes(actual, both_passes(operation, inputs), exactly=False, dtype=torch.float64)
         return
     leaves = [inputs[name] for name in operation.leaves]
     function, options = function_of_leaves(operation, inputs), {"nondet_tol": 1e-12 * operation.chooses_path}
@@ -132,7 +132,7 @@ def test_gradients_are_those_of_the_values(operation: Operation, backend: str, g
 
 
 @traced_whole_after_2_7
-@on_cases(OPERATIONS, ["cpu"], ["cuda", "triton", "reference"])
+@on_cases(OPERATIONS, ["cpu"], ["cuda", "reference"])
 def test_compiles_whole_and_once_for_any_length_and_number(
     operation: Operation,
     backend: str,
@@ -154,7 +154,7 @@ def test_compiles_whole_and_once_for_any_length_and_number(
 # Precision
 
 
-@on_cases(DIFFERENTIABLE)
+@on_cases(DIFFERENTIABLE, ["cpu", "reference"], ["cuda", "triton"])
 def test_autocast(operation: Operation, backend: str, generator: Generator) -> None:
     """Nothing changes where no GEMM is; gradients are in their inputs' dtypes."""
     inputs = operation.inputs(Draw(generator))
@@ -171,7 +171,7 @@ def test_autocast(operation: Operation, backend: str, generator: Generator) -> N
 SMALL = 2.0**-24  # of a loss: its gradients are below what float16 can hold
 
 
-@on_cases([operation for operation in DIFFERENTIABLE if torch.float16 in operation.dtypes])
+@on_cases([operation for operation in DIFFERENTIABLE if torch.float16 in operation.dtypes], ["cpu", "reference"])
 @pytest.mark.parametrize("overflows", [False, True], ids=["step", "overflow"])
 def test_gradient_scaler(overflows: bool, operation: Operation, backend: str, generator: Generator) -> None:
     """float16 inputs, float32 masters: gradients survive scaled, and one that overflows skips the step."""
@@ -201,7 +201,7 @@ def test_gradient_scaler(overflows: bool, operation: Operation, backend: str, ge
 # Recomputation
 
 
-@on_cases(DIFFERENTIABLE)
+@on_cases(DIFFERENTIABLE, ["cpu", "reference"], ["cuda", "triton"])
 @pytest.mark.parametrize("is_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_checkpoint(is_reentrant: bool, operation: Operation, backend: str, generator: Generator) -> None:
     """Run once more in backward, if need be, to the same bits."""
@@ -231,8 +231,8 @@ def test_checkpoint(is_reentrant: bool, operation: Operation, backend: str, gene
         torch.testing.assert_close(one, other, rtol=1e-6 * bool(operation.parts), atol=0)
 
 
-def test_recorded_gradients(generator: Generator) -> None:
-    """The list's leaves are all of what gradients reach."""
+def test_every_leaf_has_a_gradient(generator: Generator) -> None:
+    """Drawn inputs that are all clipped, say, would show nothing."""
     for operation in DIFFERENTIABLE:
         inputs = with_leaves(operation, operation.inputs(Draw(generator)))
         gradients = gradients_of(operation, operation.call(**inputs), inputs)
