@@ -148,8 +148,8 @@ inline void check(const TokenStatsForwardParams& p, RunsOn where) {
 // Whether the gradient shares memory with the logits.
 inline bool overlaps(const LogitsView& logits, const void* dlogits) {
   const uintptr_t from = reinterpret_cast<uintptr_t>(logits.data), to = reinterpret_cast<uintptr_t>(dlogits);
-  return to < from + static_cast<uintptr_t>(span_bytes(logits)) &&
-         from < to + static_cast<uintptr_t>(gradient_bytes(logits));
+  const uintptr_t bytes = gradient_bytes(logits);
+  return bytes > 0 && to < from + static_cast<uintptr_t>(span_bytes(logits)) && from < to + bytes;
 }
 
 inline bool is_contiguous(const LogitsView& view) {

@@ -374,6 +374,10 @@ def test_a_gradient_takes_all_of_the_logits_place_or_none(native: Any) -> None:
             else:
                 with pytest.raises(ValueError, match=r"dlogits: expected memory of its own"):
                     call(native, entry, described)
+    nothing = sound.describe(BACKWARD)
+    for path, value in {"logits.vocab": 0, "dlogits": memory[1:].data_ptr()}.items():
+        change(nothing, path, value)
+    call(native, BACKWARD, nothing)  # a tile of no columns shares no memory
     sound = Sound()
     sound.rows = sound.rows._replace(logits=memory[: 2 * N * VOCAB].view(2, 3, 2 * VOCAB)[..., ::2])
     sound.dlogits = memory
