@@ -7,12 +7,14 @@ triton and the package are imported, so they are imported in the fixtures.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -55,6 +57,29 @@ def restored_selection() -> Iterator[None]:
     yield
     rlkernels.set_backend("auto")
     rlkernels.set_checks(False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter_out_of_coverage() -> Iterator[None]:
+    """No line of Triton's kernels is counted, and traced, its interpreter would take twice as long."""
+    if sys.gettrace() is None or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    run = interpreter.GridExecutor.__call__
+
+    def untraced(*args: Any, **kwargs: Any) -> Any:
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            sys.settrace(tracer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.GridExecutor, "__call__", untraced)
+        yield
 
 
 @pytest.fixture

@@ -46,7 +46,15 @@ class Source(NamedTuple):
 
 
 _OBJECTIVES = ("test_objectives", "test_gmpo", "test_losses", "test_goldens", "test_policy_objective", "test_docs")
-_ROWS = ("test_row_kernels", "test_token_stats", "test_policy_objective", "test_losses", "test_linear", "test_credit")
+_ROWS = (
+    "test_row_kernels",
+    "test_token_stats",
+    "test_policy_objective",
+    "test_losses",
+    "test_linear",
+    "test_credit",
+    "test_contracts",
+)
 _ON_CPU = "not (cuda or triton or reference)"
 
 SOURCES = (
