@@ -45,7 +45,15 @@ class Source(NamedTuple):
     keywords: str = ""  # pytest's -k
 
 
-_OBJECTIVES = ("test_objectives", "test_gmpo", "test_losses", "test_goldens", "test_policy_objective", "test_docs")
+_OBJECTIVES = (
+    "test_objectives",
+    "test_gmpo",
+    "test_losses",
+    "test_cases_losses",
+    "test_goldens",
+    "test_policy_objective",
+    "test_docs",
+)
 _ROWS = (
     "test_row_kernels",
     "test_token_stats",
@@ -53,14 +61,18 @@ _ROWS = (
     "test_losses",
     "test_linear",
     "test_credit",
+    "test_cases",
+    "test_cases_losses",
     "test_contracts",
 )
 _ON_CPU = "not (cuda or triton or reference)"
 
 SOURCES = (
     Source(("rlkernels/objectives.py", "rlkernels/*_objectives.py"), _OBJECTIVES, "reference or not (cuda or triton)"),
-    Source(("rlkernels/reductions.py",), ("test_reductions", "test_losses", "test_distributed", "test_docs")),
-    Source(("rlkernels/credit/*.py",), ("test_credit*", "test_goldens", "test_docs")),
+    Source(("rlkernels/reductions.py",), ("test_reductions", "test_losses", "test_cases_losses", "test_distributed")),
+    Source(
+        ("rlkernels/credit/*.py",), ("test_credit*", "test_cases_credit", "test_goldens", "test_contracts", "test_docs")
+    ),
     Source(("csrc/row_math.h", "csrc/objective.h"), _ROWS, _ON_CPU),
     Source(("csrc/cpu/*",), (*_ROWS, "test_credit_contrast", "test_bad_input*", "test_memory"), _ON_CPU),
     Source(("csrc/cuda/*.cu", "csrc/cuda/*.cuh"), ("test_cuda_emulated", *_ROWS), "cuda"),
