@@ -138,6 +138,7 @@ def compilations() -> Iterator[Compilation]:
         types = dict.fromkeys(kernel.arg_names, "*i64") | {
             "histogram": "*i32",
             "counts": "*i32",
+            "rows": "i32",
             "width": "i32",
         }
         pointers = tuple(name for name in kernel.arg_names if types[name].startswith("*"))
