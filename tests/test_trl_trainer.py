@@ -476,7 +476,7 @@ def test_own_objectives_train(objective: Any, tmp_path: Path, monkeypatch: pytes
         ({"prefix_weights": True}, "prefix_weights: expected None or False without an objective"),
         ({"objective": "lambda_grpo", "prefix_weights": False}, "prefix_weights: expected None or True"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else " and ".join(value),
 )
 def test_what_has_no_meaning_is_refused(own: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
