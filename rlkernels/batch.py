@@ -230,7 +230,9 @@ class PolicyBatch:
             if value is None:
                 return None
             if tuple(value.shape) != shape:
-                return value[sequences]
+                own = value[sequences]
+                is_ambiguous = self.cu_seqlens is not None and own.ndim == 1 and len(own) == span.stop - span.start
+                return own[:, None] if is_ambiguous else own  # [B] would be taken for one a token
             return value[:, span] if self.cu_seqlens is not None and value.ndim == 2 else value[span]
 
         borders = self.cu_seqlens

@@ -151,11 +151,19 @@ def require_number(
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected a number, got {describe(value)}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
     if not math.isfinite(number) or number <= above or number < at_least or number > at_most:
         limits = ((" > ", above), (" >= ", at_least), (" <= ", at_most))
         bounds = " and".join(f"{sign}{limit:g}" for sign, limit in limits if math.isfinite(limit))
         raise ValueError(f"{name}: expected a finite number{bounds}, got {value!r}")
+
+
+def require_no_gradient(name: str, value: Tensor) -> None:
+    if value.requires_grad:
+        raise ValueError(f"{name}: expected a tensor without gradient (none is computed), got one that requires it")
 
 
 def require_choice(name: str, value: Any, choices: Iterable[Any]) -> None:

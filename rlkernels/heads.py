@@ -21,7 +21,7 @@ def head_arguments(config: Any) -> dict[str, float | None]:
         `{"softcap": ..., "logit_scale": ...}`, None and 1.0 where the model has none.
 
     Raises:
-        TypeError: no config at all.
+        TypeError: no config at all, or a model in place of its config.
         ValueError: a config with `logits_scaling` of a model that is not known to divide (Granite) or to multiply
             (HyperCLOVA X).
 
@@ -31,8 +31,10 @@ def head_arguments(config: Any) -> dict[str, float | None]:
         >>> rlkernels.head_arguments(SimpleNamespace(model_type="granite", logits_scaling=8.0))
         {'softcap': None, 'logit_scale': 0.125}
     """
-    if config is None or isinstance(config, dict):
-        raise TypeError(f"config: expected a transformers config, got {type(config).__name__}")
+    is_model = hasattr(config, "config")
+    if is_model or not hasattr(config, "__dict__"):
+        instead = ": model.config is its config" if is_model else ""
+        raise TypeError(f"config: expected a transformers config, got {type(config).__name__}{instead}")
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)

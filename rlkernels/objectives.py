@@ -90,7 +90,8 @@ class Objective:
         level: which ratio: `"token"`, `"sequence_mean"` (geometric mean of the sequence's token ratios) or
             `"sequence_product"`. `GSPO` and its subclasses have the latter two; `GRPO`, `ClipCov`, `CISPO`, `SAPO` and
             `NFT` all three, the others the first.
-        log_ratio_clamp: limits the log ratio, and the KL term's, to +- this; the gradient is 0 outside.
+        log_ratio_clamp: limits the log ratio, and the KL term's, to +- this; the gradient is 0 outside. None: to +-80,
+            so that no finite input overflows.
         kl_coef, kl_estimator: KL(policy || reference) from ref_logp: with x = ref_logp - logp,
             k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1.
         kl_clamp: limits the estimate to +- this; the gradient is 0 outside.

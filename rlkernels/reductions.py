@@ -43,6 +43,7 @@ def check_reduction(reduction: str, normalizer: Normalizer | None, name: str = "
     if isinstance(normalizer, Tensor):
         checks.require_tensor("normalizer", normalizer)
         checks.require_shape("normalizer", normalizer, ())
+        checks.require_no_gradient("normalizer", normalizer)
         checks.require_dtype("normalizer", normalizer, (*checks.FLOAT_DTYPES, *checks.INTEGER_DTYPES))
         if checks.values_are_checked(normalizer.device) and not (normalizer >= 0 and normalizer.isfinite()):
             raise ValueError(f"normalizer: expected a finite number >= 0, got {normalizer.item()}")

@@ -371,8 +371,7 @@ def _as_values(name: str, value: Number, device: torch.device, dtype: torch.dtyp
         checks.require_number(name, value, above=0.0, at_most=largest)
         return torch.full((), float(value), dtype=dtype, device=device)
     checks.require_tensor(name, value)
-    if value.requires_grad:
-        raise ValueError(f"{name}: expected a tensor without gradient (none is computed), got one that requires it")
+    checks.require_no_gradient(name, value)
     if value.dtype not in (*checks.FLOAT_DTYPES, *checks.INTEGER_DTYPES):
         raise TypeError(f"{name}: expected a real dtype, got {checks.describe(value)}")
     # a 0-d tensor on the CPU is a number, as everywhere in PyTorch

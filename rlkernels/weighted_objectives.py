@@ -90,7 +90,7 @@ def _by_sign(is_positive: Tensor, positive: float, negative: float, like: Tensor
 class DPPO(Objective):
     """Divergence PPO: a trust region of the sampled token's probability instead of its ratio.
 
-        -sg[min(r, ratio_max)] A logp   where the token is inside, else 0;   p = e^logp, q = e^old_logp
+        -sg[min(r, ratio_max)] A logp   where the token is inside, else 0;   p = e^min(logp, 0), q of old_logp
 
         tv:  A > 0: p - q <= threshold_high,   else: q - p <= threshold_low
         kl:  A > 0: p <= q or D <= threshold_high,   else: p >= q or D <= threshold_low

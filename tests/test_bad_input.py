@@ -96,6 +96,12 @@ BAD_CALLS = {
     "normalizer-nan": ({"normalizer": float("nan")}, ValueError, "normalizer"),
     "normalizer-shape": ({"normalizer": torch.ones(2)}, ValueError, "normalizer"),
     "normalizer-tensor-negative": ({"normalizer": torch.tensor(-2.0)}, ValueError, "normalizer.*-2"),
+    "normalizer-of-hundreds-of-digits": ({"normalizer": 10**400}, ValueError, "normalizer.*finite"),
+    "normalizer-with-gradient": (
+        {"normalizer": torch.tensor(2.0, requires_grad=True)},
+        ValueError,
+        "normalizer.*gradient",
+    ),
     "normalizer-tensor-bool": ({"normalizer": torch.tensor(True)}, TypeError, "normalizer"),
     "objective-class": ({"objective": GRPO}, TypeError, "objective.*instance.*GRPO"),
     "callable-dtype": ({"objective": lambda logp, batch: logp.long()}, TypeError, "objective"),
@@ -162,6 +168,8 @@ def test_objectives_check_their_fields(name: str) -> None:
 
 
 def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="name: expected one of 'auto', 'cpu'"):
+        backends.why_unavailable("gpu")
     with pytest.raises(ValueError, match=r"'auto'.*'gpu'"):
         rlkernels.set_backend("gpu")
 

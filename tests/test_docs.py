@@ -127,6 +127,8 @@ def test_commands_exist(page: str) -> None:
         words = re.sub(r"^([A-Z_]+=\S+ )+", "", command).split()
         if words[:3] == ["python", "-m", "rlkernels"]:
             _check_command_line(words[3:])
+        elif words[:2] == ["python", "-m"]:
+            assert f"\n{words[2]}==" in text_of("constraints.txt"), command
         elif words[:1] == ["python"]:
             script = ROOT / words[1]
             assert script.exists(), command

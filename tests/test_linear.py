@@ -476,6 +476,10 @@ def test_head_arguments(config: dict[str, Any], softcap: float | None, logit_sca
 def test_unknown_logits_scaling_is_refused() -> None:
     with pytest.raises(ValueError, match="logits_scaling"):
         rlkernels.head_arguments(SimpleNamespace(model_type="new", logits_scaling=2.0))
+    model = SimpleNamespace(config=SimpleNamespace(final_logit_softcapping=30.0))
+    for config in (model, "google/gemma-2-2b", [30.0], None):
+        with pytest.raises(TypeError, match="config: expected a transformers config"):
+            rlkernels.head_arguments(config)
 
 
 def test_entropy_bonus_with_a_frozen_head(generator: Generator) -> None:

@@ -650,6 +650,21 @@ def test_from_input_ids_shifts_inside_each_sequence(layout: str) -> None:
     assert shifted.flatten()[:2].tolist() == [1.0, 2.0]
 
 
+def test_a_part_with_as_many_sequences_as_tokens() -> None:
+    """What is given by sequence stays so."""
+    logp, old_logp = torch.full((6,), -1.0), torch.full((6,), -1.5)
+    by_sequence = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    borders = torch.tensor([0, 0, 2, 4, 6])
+    batch = PolicyBatch(
+        None, by_sequence, cu_seqlens=borders, mask=torch.ones(6), old_logp=old_logp, policy_weight=by_sequence
+    )
+    whole = rlkernels.logp_policy_loss(logp, batch, "grpo", reduction="token_sum").loss
+    parts = [
+        rlkernels.logp_policy_loss(logp[part.span], part, "grpo", reduction="token_sum").loss for part in batch.split(2)
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("k", [1, 2, 3, 10])
 def test_split_covers_every_sequence_once(k: int, packed: bool, generator: Generator) -> None:
@@ -666,7 +681,7 @@ def test_split_covers_every_sequence_once(k: int, packed: bool, generator: Gener
     assert len(parts) <= k
     assert torch.equal(torch.cat([part.targets for part in parts]), batch.targets)
     assert torch.equal(torch.cat([part.old_logp for part in parts]), batch.old_logp)
-    assert torch.equal(torch.cat([part.advantages for part in parts]), batch.advantages)
+    assert torch.equal(torch.cat([part.advantages.flatten() for part in parts]), batch.advantages)
     assert torch.equal(torch.cat([batch.targets[part.span] for part in parts]), batch.targets)
 
 

@@ -101,7 +101,7 @@ def _cuda_error() -> str | None:
         return f"the C++ extension does not import ({_NATIVE_ERROR})"
     kernels = getattr(importlib.import_module("rlkernels._native"), "cuda", None)
     if kernels is None:
-        return "built without CUDA kernels, for want of nvcc; GPUs run the Triton kernels (backend 'triton')"
+        return "built without CUDA kernels (no nvcc, or RLK_CUDA=OFF); GPUs run the Triton kernels (backend 'triton')"
     driver, runtime = kernels.driver_version(), kernels.runtime_version()
     if driver == 0:
         return "built with CUDA kernels, but this machine has no NVIDIA driver"
@@ -124,11 +124,15 @@ def why_unavailable(name: str) -> str | None:
     Returns:
         A sentence for people, or None.
 
+    Raises:
+        ValueError: no backend's name.
+
     Example:
         >>> from rlkernels.backends import why_unavailable
         >>> why_unavailable("reference") is None
         True
     """
+    checks.require_choice("name", name, NAMES)
     if name == "cpu" and _NATIVE_ERROR is not None:
         return f"the C++ extension does not import ({_NATIVE_ERROR}); reinstall with a C++17 compiler"
     if name == "cuda" and _CUDA_ERROR is not None:

@@ -31,7 +31,7 @@ def rollout_weights(
         w, or 0 outside [low, high]  mode="mask"
 
     A log-probability that is not known (NaN) has d = 0: a token's weight is 1, and in its sequence it counts as equal.
-    Log weights are limited to +-80. Carries no gradient.
+    Each d, and each log weight, is limited to +-80. Carries no gradient.
 
     Args:
         old_logp: `[B, T]` float: the trainer's log-probabilities before the update.
