@@ -20,7 +20,7 @@ from rlkernels import backends, checks
 from rlkernels.batch import PolicyBatch
 from rlkernels.losses import PolicyLoss, linear_policy_loss, logp_policy_loss, policy_loss
 from rlkernels.objectives import Objective
-from rlkernels.recipes import ObjectiveFunction
+from rlkernels.recipes import ObjectiveFunction, resolve
 from rlkernels.reductions import Normalizer
 from rlkernels.segments import Segments
 
@@ -183,8 +183,9 @@ def save_call(
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     values = {name: _storable(name, value) for name, value in arguments.items()}
+    stored_objective = _stored_objective(objective)  # first: the loss would run a callable, or draw from a generator
     _Call.of(batch, objective, values).check()
-    stored = {"batch": _stored_batch(batch), "objective": _stored_objective(objective)}
+    stored = {"batch": _stored_batch(batch), "objective": stored_objective}
     stored |= {name: _compact(value) for name, value in values.items()}
     with _new_file(Path(path)) as file:
         torch.save(stored, file)
@@ -226,6 +227,7 @@ def load_call(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{expected}, got one without a batch and an objective")
     batch, objective = stored.pop("batch"), stored.pop("objective")
     is_instance = _is_mapping(objective) and objective.keys() == {"class", "fields"}
+    # a list, since what stands there may have no hash
     if is_instance and (objective["class"] not in list(_OBJECTIVES) or not _is_mapping(objective["fields"])):
         raise ValueError(f"{expected}, got an objective that is none of {', '.join(sorted(_OBJECTIVES))}")
     if not (is_instance or isinstance(objective, str)) or not _is_mapping(batch):
@@ -271,6 +273,7 @@ def _stored_batch(batch: PolicyBatch) -> dict[str, Any]:
 
 
 def _stored_objective(objective: str | Objective) -> Any:
+    resolve(objective, None)
     if isinstance(objective, str):
         return str.__str__(objective)
     if type(objective) not in _OBJECTIVES.values():

@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 import rlkernels
-from rlkernels import GRPO, ClipCov, PolicyBatch
+from rlkernels import GRPO, ClipCov, Objective, PolicyBatch
 from rlkernels.__main__ import main
 from rlkernels.testing import compare_with_reference, load_call, save_call
 
@@ -223,6 +223,8 @@ class Odd(float):
 @pytest.mark.parametrize(
     ("objective", "arguments", "message"),
     [
+        (GRPO, {}, "objective: expected an instance"),
+        (Objective(), {}, "objective: expected a recipe's name or an objective of this package"),
         (lambda logp, batch: logp, {}, "objective: .*compare_with_reference directly"),
         (MyGRPO(), {}, "objective: .*compare_with_reference directly"),
         (ClipCov(generator=Generator()), {}, r"objective\.generator: expected a tensor, number"),
@@ -274,7 +276,7 @@ def test_saved_tensors_are_no_views(tmp_path: Path, generator: Generator) -> Non
     rows = torch.nn.Parameter(torch.randn(1000, T, V, generator=generator))
     old_logp = torch.full((1000, T), -4.0)[:B]
     save_call(path, random_batch(generator, old_logp=old_logp), logits=rows[:B])
-    assert path.stat().st_size < 20_000
+    assert path.stat().st_size < 20_000  # of 1.3 MB
     call = load_call(path)
     assert torch.equal(call["logits"], rows[:B]) and torch.equal(call["batch"].old_logp, old_logp)
 
