@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
+import errno
+import numbers
+import os
+import secrets
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +20,20 @@ from rlkernels import backends, checks
 from rlkernels.batch import PolicyBatch
 from rlkernels.losses import PolicyLoss, linear_policy_loss, logp_policy_loss, policy_loss
 from rlkernels.objectives import Objective
-from rlkernels.recipes import ObjectiveFunction
+from rlkernels.recipes import ObjectiveFunction, resolve
 from rlkernels.reductions import Normalizer
 from rlkernels.segments import Segments
 
 _LOSSES = {("logits",): policy_loss, ("hidden", "weight"): linear_policy_loss, ("logp",): logp_policy_loss}
+_SOURCES = ("logits", "hidden", "weight", "bias", "logp", "entropy")
 _KEYWORDS = ("bias", "entropy")
 _OF_BATCH = ("old_logp", "ref_logp", "advantages", "weight", "policy_weight")
 _NOT_BY_TOKEN = ("weight", "bias", "loss")
+_OBJECTIVES = {
+    name: value
+    for name, value in vars(rlkernels).items()
+    if isinstance(value, type) and issubclass(value, Objective) and value is not Objective
+}
 
 
 class NonFinite(NamedTuple):
@@ -124,12 +134,10 @@ def compare_with_reference(
         >>> print(compare_with_reference(batch, logits=torch.zeros(2, 2, 3)).first)
         batch.old_logp of sequence 0, token 1: nan (1 in all)
     """
-    given = {"logits": logits, "hidden": hidden, "weight": weight, "bias": bias, "logp": logp, "entropy": entropy}
-    sources = {name: value for name, value in given.items() if value is not None}
-    loss = _loss_of(sources)
-    call = _Call(loss, sources, batch, objective, reduction, normalizer, options)
+    sources = {"logits": logits, "hidden": hidden, "weight": weight, "bias": bias, "logp": logp, "entropy": entropy}
+    call = _Call.of(batch, objective, {**sources, "reduction": reduction, "normalizer": normalizer, **options})
+    plain = call.run("reference")  # first: what the loss refuses, it says of what was given
     exact = call.in_float64().run("reference")
-    plain = call.run("reference")
     deviations, unavailable = [], {}
     for name in backends.NAMES[1:]:
         reason = _why_not(name, call.tokens.device)
@@ -151,13 +159,17 @@ def save_call(
 ) -> None:
     """Writes what `compare_with_reference` takes to a file, for `python -m rlkernels doctor --batch`.
 
+    The loss is computed once, without gradients, to refuse what it would refuse later. The file appears whole or not at
+    all, and holds copies of the tensors, not of what they are views of.
+
     Args:
         path: of a new file.
-        batch, objective, arguments: as `compare_with_reference` takes them.
+        batch, objective, arguments: as `compare_with_reference` takes them, but for callables, one's own subclasses
+            of `Objective` and generators: hand those to `compare_with_reference` directly.
 
     Raises:
         FileExistsError: there is such a file.
-        TypeError: an objective that is a callable, or an argument that is neither tensor, number, string nor None.
+        TypeError, ValueError: what the loss itself refuses, or a value that is neither tensor, number, string nor None.
 
     Example:
         >>> import pathlib, tempfile, torch, rlkernels
@@ -168,21 +180,21 @@ def save_call(
         >>> sorted(load_call(path))
         ['batch', 'logits', 'objective', 'temperature']
     """
-    for name, value in arguments.items():
-        if not isinstance(value, Tensor | int | float | str | None):
-            raise TypeError(f"{name}: expected a tensor, number, string or None, got {checks.describe(value)}")
-    stored: Any = objective
-    if isinstance(objective, Objective):
-        stored = {"class": type(objective).__name__, "fields": vars(objective)}
-    elif not isinstance(objective, str):
-        raise TypeError(f"objective: expected a recipe's name or an objective, got {checks.describe(objective)}")
-    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor) or name == "extras"}
-    with open(path, "xb") as file:
-        torch.save({"batch": tensors, "objective": stored, **arguments}, file)
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    values = {name: _storable(name, value) for name, value in arguments.items()}
+    stored_objective = _stored_objective(objective)  # first: the loss would run a callable, or draw from a generator
+    _Call.of(batch, objective, values).check()
+    stored = {"batch": _stored_batch(batch), "objective": stored_objective}
+    stored |= {name: _compact(value) for name, value in values.items()}
+    with _new_file(Path(path)) as file:
+        torch.save(stored, file)
 
 
 def load_call(path: str | Path) -> dict[str, Any]:
     """The keyword arguments of `compare_with_reference` that `save_call` wrote; runs no code from the file.
+
+    Of what the file names, nothing is called but this package's objectives.
 
     Args:
         path: of the file.
@@ -203,14 +215,87 @@ def load_call(path: str | Path) -> dict[str, Any]:
         >>> compare_with_reference(**load_call(path)).first is None
         True
     """
+    expected = f"{path}: expected a file of rlkernels.testing.save_call"
+    with open(path, "rb") as file:
+        try:
+            stored = torch.load(file, map_location="cpu", weights_only=True)
+        except MemoryError:
+            raise
+        except Exception:  # bytes that are something else may raise anything, with advice that is not ours
+            raise ValueError(f"{expected}, got another or a damaged one") from None
+    if not _is_mapping(stored) or not {"batch", "objective"} <= stored.keys():
+        raise ValueError(f"{expected}, got one without a batch and an objective")
+    batch, objective = stored.pop("batch"), stored.pop("objective")
+    is_instance = _is_mapping(objective) and objective.keys() == {"class", "fields"}
+    # a list, since what stands there may have no hash
+    if is_instance and (objective["class"] not in list(_OBJECTIVES) or not _is_mapping(objective["fields"])):
+        raise ValueError(f"{expected}, got an objective that is none of {', '.join(sorted(_OBJECTIVES))}")
+    if not (is_instance or isinstance(objective, str)) or not _is_mapping(batch):
+        raise ValueError(f"{expected}, got a batch or an objective of another form")
     try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-        batch, objective = stored.pop("batch"), stored.pop("objective")
-        if not isinstance(objective, str):
-            objective = getattr(rlkernels, objective["class"])(**objective["fields"])
-        return {"batch": PolicyBatch(**batch), "objective": objective, **stored}
-    except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path}: expected a file of rlkernels.testing.save_call, got {error}") from None
+        values = {name: _storable(name, value) for name, value in stored.items()}
+        if is_instance:
+            objective = _OBJECTIVES[objective["class"]](**objective["fields"])
+        return {"batch": PolicyBatch(**batch), "objective": objective, **values}
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{expected}, got {' '.join(str(error).split())}") from None
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
+
+
+def _storable(name: str, value: Any) -> Any:
+    """The value in a type that `torch.load` takes without running code."""
+    if value is None or isinstance(value, bool | Tensor):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise TypeError(f"{name}: expected a tensor, number, string or None, got {checks.describe(value)}")
+
+
+def _compact(value: Any) -> Any:
+    """A tensor on the CPU without graph, hooks, or the rest of what it is a view of; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach().as_subclass(Tensor).cpu()
+    is_part = value.untyped_storage().nbytes() > value.numel() * value.element_size()
+    return value.clone() if is_part else value
+
+
+def _stored_batch(batch: PolicyBatch) -> dict[str, Any]:
+    tensors = {name: _compact(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return {**tensors, "extras": {name: _compact(value) for name, value in batch.extras.items()}}
+
+
+def _stored_objective(objective: str | Objective) -> Any:
+    resolve(objective, None)
+    if isinstance(objective, str):
+        return str.__str__(objective)
+    if type(objective) not in _OBJECTIVES.values():
+        raise TypeError(
+            "objective: expected a recipe's name or an objective of this package, which a file can hold, "
+            f"got {checks.describe(objective)}; hand it to compare_with_reference directly"
+        )
+    fields = {name: _compact(_storable(f"objective.{name}", value)) for name, value in vars(objective).items()}
+    return {"class": type(objective).__name__, "fields": fields}
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that has its name once it is whole."""
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(unfinished, "xb") as file:
+            yield file
+        path.touch(exist_ok=False)  # another process may have made it since
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _loss_of(sources: Mapping[str, Tensor]) -> Any:
@@ -231,14 +316,21 @@ def _why_not(name: str, device: torch.device) -> str | None:
     reason = backends.why_unavailable(name)
     if reason is not None:
         return reason
-    previous = rlkernels.set_backend(name)
     try:
-        backends.choose(device)
+        with _selected(name):
+            backends.choose(device)
     except RuntimeError as error:
         return str(error)
+    return None
+
+
+@contextmanager
+def _selected(backend: str) -> Iterator[None]:
+    previous = rlkernels.set_backend(backend)
+    try:
+        yield
     finally:
         rlkernels.set_backend(previous)
-    return None
 
 
 def _error(values: Tensor, exact: Tensor) -> float:
@@ -261,6 +353,21 @@ class _Call(NamedTuple):
     normalizer: Normalizer | None
     options: Mapping[str, Any]
 
+    @classmethod
+    def of(cls, batch: PolicyBatch, objective: Any, arguments: Mapping[str, Any]) -> _Call:
+        options = dict(arguments)
+        given = {name: options.pop(name, None) for name in _SOURCES}
+        sources = {name: value for name, value in given.items() if value is not None}
+        reduction, normalizer = options.pop("reduction", None), options.pop("normalizer", None)
+        return cls(_loss_of(sources), sources, batch, objective, reduction, normalizer, options)
+
+    def check(self) -> None:
+        """Raises what the loss raises; leaves the random numbers of objectives that draw some to the training."""
+        devices = [self.tokens.device] if self.tokens.is_cuda else []
+        # the one selected may be for another device than that of the saved tensors
+        with _selected("auto"), torch.no_grad(), torch.random.fork_rng(devices):
+            self._evaluate(self.sources, reduction=self.reduction, normalizer=self.normalizer)
+
     @property
     def tokens(self) -> Tensor:
         """What is given by token first of all."""
@@ -277,14 +384,10 @@ class _Call(NamedTuple):
 
     def run(self, backend: str) -> dict[str, Tensor]:
         leaves = {name: value.detach().clone().requires_grad_() for name, value in self.sources.items()}
-        previous = rlkernels.set_backend(backend)
-        try:
-            with torch.enable_grad():
-                by_token = self._evaluate(leaves, reduction="none", normalizer=None)
-                out = self._evaluate(leaves, reduction=self.reduction, normalizer=self.normalizer)
-                gradients = torch.autograd.grad(out.loss, list(leaves.values()), allow_unused=True)
-        finally:
-            rlkernels.set_backend(previous)
+        with _selected(backend), torch.enable_grad():
+            by_token = self._evaluate(leaves, reduction="none", normalizer=None)
+            out = self._evaluate(leaves, reduction=self.reduction, normalizer=self.normalizer)
+            gradients = torch.autograd.grad(out.loss, list(leaves.values()), allow_unused=True)
         found = {} if "logp" in leaves else {"logp": by_token.logp}
         if by_token.entropy is not None and "entropy" not in leaves:
             found["entropy"] = by_token.entropy

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Generator, Tensor
 
 import rlkernels
-from rlkernels import GRPO, PolicyBatch
+from rlkernels import GRPO, ClipCov, Objective, PolicyBatch
 from rlkernels.__main__ import main
 from rlkernels.testing import compare_with_reference, load_call, save_call
 
@@ -160,10 +161,149 @@ def test_files_that_are_something_else(tmp_path: Path, capsys: pytest.CaptureFix
         assert name in capsys.readouterr().err
 
 
-def test_what_cannot_be_saved(tmp_path: Path, generator: Generator) -> None:
-    batch = random_batch(generator)
-    with pytest.raises(TypeError, match="objective: expected a recipe's name"):
-        save_call(tmp_path / "a.pt", batch, lambda logp, batch: logp)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="logits: expected a tensor"):
-        save_call(tmp_path / "a.pt", batch, logits=[1.0])
-    assert not (tmp_path / "a.pt").exists()
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"batch": {}, "objective": {"class": "set_backend", "fields": {"name": "reference"}}},
+        {"batch": {}, "objective": {"class": "PolicyBatch", "fields": {}}},
+        {"batch": {}, "objective": {"class": "Objective", "fields": {}}},
+        {"batch": {}, "objective": {"class": ["GRPO"], "fields": {}}},
+        {"batch": {}, "objective": {"class": "GRPO", "fields": {"clip_low": -1.0}}},
+        {"batch": {}, "objective": {"class": "GRPO", "fields": {"cliplow": 1.0}}},
+        {"batch": {}, "objective": 3},
+        {"batch": {}, "objective": "grpo"},
+        {"batch": {"targets": "none", "advantages": None}, "objective": "grpo"},
+        {"batch": {"targets": {"a": torch.zeros(9, 9)}, "advantages": None}, "objective": "grpo"},
+        {"batch": [], "objective": "grpo"},
+        {"objective": "grpo"},
+        [1, 2],
+    ],
+)
+def test_files_that_are_made_up(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "a.pt")
+    before = rlkernels.backend()
+    with pytest.raises(ValueError, match=r"a\.pt: expected a file of rlkernels\.testing\.save_call, got ") as raised:
+        load_call(tmp_path / "a.pt")
+    assert "\n" not in str(raised.value) and rlkernels.backend() == before
+
+
+@pytest.mark.parametrize("option", [{"tempreature": 0.7}, {"temperature": -1.0}, {"softcap": "much"}], ids=str)
+def test_files_that_the_loss_refuses(
+    option: dict[str, Any], tmp_path: Path, generator: Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.pt"
+    save_call(path, random_batch(generator), **random_sources("logits", generator))
+    torch.save({**torch.load(path), **option}, path)
+    assert main(["doctor", "--batch", str(path)]) == 1
+    message = capsys.readouterr().err
+    assert str(path) in message and next(iter(option)) in message and message.count("\n") == 1
+
+
+def test_a_damaged_file(tmp_path: Path, generator: Generator, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.pt"
+    save_call(path, random_batch(generator), **random_sources("logits", generator))
+    whole = path.read_bytes()
+    for content in (b"", b"\x80\x02\xb1", bytes(range(256)) * 8, whole[: len(whole) // 2], whole[:-30]):
+        path.write_bytes(content)
+        assert main(["doctor", "--batch", str(path)]) == 1
+        message = capsys.readouterr().err
+        assert message == (
+            f"rlkernels doctor: {path}: expected a file of rlkernels.testing.save_call, got another or a damaged one\n"
+        )
+
+
+class MyGRPO(GRPO):
+    pass
+
+
+class Odd(float):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("objective", "arguments", "message"),
+    [
+        (GRPO, {}, "objective: expected an instance"),
+        (Objective(), {}, "objective: expected a recipe's name or an objective of this package"),
+        (lambda logp, batch: logp, {}, "objective: .*compare_with_reference directly"),
+        (MyGRPO(), {}, "objective: .*compare_with_reference directly"),
+        (ClipCov(generator=Generator()), {}, r"objective\.generator: expected a tensor, number"),
+        ("grpoo", {}, "objective: expected one of"),
+        ("grpo", {"tempreature": 0.7}, "tempreature"),
+        ("grpo", {"temperature": 0.0}, "temperature: "),
+        ("grpo", {"reduction": "mean"}, "reduction: "),
+        ("grpo", {"logits": None}, "logits, hidden, logp: expected logits alone"),
+        ("grpo", {"logits": [1.0]}, "logits: expected a tensor"),
+        ("grpo", {"logits": torch.zeros(B, T + 1, V)}, "targets: |logits: "),
+    ],
+)
+def test_what_cannot_be_saved(
+    objective: Any, arguments: dict[str, Any], message: str, tmp_path: Path, generator: Generator
+) -> None:
+    sources: dict[str, Any] = random_sources("logits", generator)
+    with pytest.raises((TypeError, ValueError), match=message):
+        save_call(tmp_path / "a.pt", random_batch(generator), objective, **{**sources, **arguments})
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_batch(tmp_path: Path, generator: Generator) -> None:
+    sources = random_sources("logits", generator)
+    with pytest.raises(TypeError, match="batch: expected a PolicyBatch, got NoneType"):
+        save_call(tmp_path / "a.pt", None, **sources)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="batch: expected a PolicyBatch, got NoneType"):
+        compare_with_reference(None, **sources)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_of_other_types(tmp_path: Path, generator: Generator) -> None:
+    path = tmp_path / "a.pt"
+    objective = GRPO(kl_coef=np.float32(0.5), clip_high=np.float64(0.3))
+    batch = random_batch(generator, ref_logp=torch.full((B, T), -4.0))
+    options = {"temperature": np.float64(0.7), "softcap": Odd(30), "normalizer": np.int64(4)}
+    save_call(path, batch, objective, **random_sources("logits", generator), **options)
+    call = load_call(path)
+    assert call["objective"] == objective
+    assert {name: (type(call[name]), call[name]) for name in options} == {
+        "temperature": (float, 0.7),
+        "softcap": (float, 30.0),
+        "normalizer": (int, 4),
+    }
+    assert compare_with_reference(**call).first is None
+
+
+def test_saved_tensors_are_no_views(tmp_path: Path, generator: Generator) -> None:
+    path = tmp_path / "a.pt"
+    rows = torch.nn.Parameter(torch.randn(1000, T, V, generator=generator))
+    old_logp = torch.full((1000, T), -4.0)[:B]
+    save_call(path, random_batch(generator, old_logp=old_logp), logits=rows[:B])
+    assert path.stat().st_size < 20_000  # of 1.3 MB
+    call = load_call(path)
+    assert torch.equal(call["logits"], rows[:B]) and torch.equal(call["batch"].old_logp, old_logp)
+
+
+def test_saving_draws_no_random_numbers(tmp_path: Path, generator: Generator) -> None:
+    state = torch.get_rng_state()
+    save_call(tmp_path / "a.pt", random_batch(generator), "clip_cov", **random_sources("logits", generator))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_file_is_whole_or_absent(tmp_path: Path, generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, save = tmp_path / "a.pt", torch.save
+    batch, sources = random_batch(generator), random_sources("logits", generator)
+
+    def failing(stored: Any, file: Any) -> None:
+        file.write(b"stump")
+        raise OSError("disk full")
+
+    def late(stored: Any, file: Any) -> None:
+        save(stored, file)
+        path.write_text("another's")
+
+    monkeypatch.setattr(torch, "save", failing)
+    with pytest.raises(OSError, match="disk full"):
+        save_call(path, batch, **sources)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(torch, "save", late)
+    with pytest.raises(FileExistsError):
+        save_call(path, batch, **sources)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["another's"]

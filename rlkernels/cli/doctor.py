@@ -21,7 +21,11 @@ def explain(rows: int, vocab: int, hidden_size: int) -> int:
 
 def diagnose(path: Path) -> int:
     """Prints what `rlkernels.testing.compare_with_reference` finds in a saved batch; 1 if something is not finite."""
-    found = testing.compare_with_reference(**testing.load_call(path))
+    call = testing.load_call(path)
+    try:
+        found = testing.compare_with_reference(**call)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path}: {error}") from error
     print(found)
     return int(found.first is not None)
 
