@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,10 @@ def run(select: str | None, out: Path | None, quick: bool) -> int:
     out.mkdir(parents=True, exist_ok=True)
     results = out / "results.json"
     results.unlink(missing_ok=True)
-    code = subprocess.run(_command(directory, results, select, quick), cwd=directory.parent).returncode
+    # options for tests, as of pytest-xdist, would switch the benchmarks off
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = _command(directory, results, select, quick)
+    code = subprocess.run(command, cwd=directory.parent, env=environment).returncode
     if code == _NOTHING_SELECTED:
         raise ValueError(f"--select {select}: no benchmark matches")
     if not results.exists() or not results.stat().st_size:
