@@ -74,7 +74,9 @@ SOURCES = (
         ("rlkernels/credit/*.py",), ("test_credit*", "test_cases_credit", "test_goldens", "test_contracts", "test_docs")
     ),
     Source(("csrc/row_math.h", "csrc/objective.h"), _ROWS, _ON_CPU),
-    Source(("csrc/cpu/*",), (*_ROWS, "test_credit_contrast", "test_bad_input*", "test_memory"), _ON_CPU),
+    Source(
+        ("csrc/cpu/*",), (*_ROWS, "test_own_threads", "test_credit_contrast", "test_bad_input*", "test_memory"), _ON_CPU
+    ),
     Source(("csrc/cuda/*.cu", "csrc/cuda/*.cuh"), ("test_cuda_emulated", *_ROWS), "cuda"),
     # configs.py holds launch sizes: speed alone
     Source(("triton_kernels/[!c]*.py",), ("test_triton", *_ROWS), "triton"),
