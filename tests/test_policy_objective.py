@@ -230,6 +230,30 @@ def test_float32_rounds_once(name: str, backend: str, generator: Generator) -> N
     torch.testing.assert_close(dlogp.double(), exact_dlogp, rtol=4 * ulp, atol=4 * ulp * float(exact_dlogp.abs().max()))
 
 
+@pytest.mark.parametrize(
+    "objective, function",
+    [(CISPO(ratio_max=1e40), np.exp), (GRPO(kl_coef=1.0), np.expm1)],
+    ids=["ratio", "slope-of-k3"],
+)
+def test_exponentials_are_exact_to_a_rounding(
+    objective: Objective, function: Callable[[Any], Any], backend: str, generator: Generator
+) -> None:
+    """In float64 against long double: a gradient of a token is -e^d here, or 1 - e^d."""
+    halves_of_ln_2 = (torch.arange(-115, 115, dtype=torch.float64) + 0.5) * math.log(2)
+    near_0 = 0.3 * torch.randn(2000, generator=generator, dtype=torch.float64)
+    d = torch.cat([torch.linspace(-79.9, 79.9, 2001, dtype=torch.float64), halves_of_ln_2, near_0, near_0 * 1e-6])
+    logp = torch.zeros_like(d).requires_grad_()
+    is_ratio = function is np.exp
+    advantages = torch.full_like(d, float(is_ratio))
+    tensors = {"old_logp": -d} if is_ratio else {"ref_logp": d}
+    batch = PolicyBatch(None, advantages, cu_seqlens=torch.tensor([0, len(d)]), **tensors)
+    loss = rlkernels.logp_policy_loss(logp, batch, objective, reduction="token_sum").loss
+    (gradient,) = torch.autograd.grad(loss, logp)
+    expected = function(d.numpy().astype(np.longdouble))
+    roundings = 4 if backend == "triton" else 1  # Triton has no expm1 of its own
+    assert (np.abs(-gradient.numpy() - expected) <= roundings * 2.0**-52 * np.abs(expected)).all()
+
+
 def test_no_token_at_all(backend: str) -> None:
     for shape in ((0, 3), (2, 0), (0,)):
         logp = torch.zeros(shape, requires_grad=True)
