@@ -161,6 +161,9 @@ def test_std_filter_resumes_where_it_stopped(generator: Generator) -> None:
         assert actual + [second(rewards, 2).tolist() for rewards in steps[stop:]] == expected
     with pytest.raises(ValueError, match="state"):
         whole.load_state_dict({"step": 3})
+    for wrong in ({"mean": math.nan}, {"step": -5}):  # NaN would drop every response from then on
+        with pytest.raises(ValueError, match=f"state\\['{next(iter(wrong))}'\\]: expected a finite number >= 0"):
+            whole.load_state_dict({**whole.state_dict(), **wrong})
 
 
 def test_std_filter_and_groups_without_a_spread() -> None:

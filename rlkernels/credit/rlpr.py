@@ -130,10 +130,12 @@ class StdFilter:
             state: what it returned.
 
         Raises:
-            ValueError: something else.
+            TypeError, ValueError: something else.
         """
-        if sorted(state) != ["averaged", "mean", "step"]:
-            raise ValueError(f"state: expected step, mean and averaged, got {sorted(state)}")
+        if not isinstance(state, Mapping) or set(state) != {"step", "mean", "averaged"}:
+            raise ValueError(f"state: expected step, mean and averaged, got {state!r}")
+        for name, value in state.items():
+            checks.require_number(f"state[{name!r}]", value, at_least=0.0)
         self.step = int(state["step"])
         self.mean = torch.tensor(float(state["mean"]), dtype=torch.float64)
         self.averaged = torch.tensor(float(state["averaged"]), dtype=torch.float64)
