@@ -129,8 +129,10 @@ class PolicyBatch:
         """
         for name, value in (("input_ids", input_ids), ("loss_mask", loss_mask), ("advantages", advantages)):
             checks.require_tensor(name, value)
+            checks.require_strided(name, value)
         checks.require_dtype("input_ids", input_ids, checks.INTEGER_DTYPES)
         checks.require_shape("loss_mask", loss_mask, tuple(input_ids.shape))
+        checks.require_same_device("input_ids", input_ids, loss_mask=loss_mask, advantages=advantages)
         check_layout(tuple(input_ids.shape), cu_seqlens, input_ids.device)
         is_last = torch.zeros_like(input_ids, dtype=torch.bool)
         is_last[..., -1:] = True

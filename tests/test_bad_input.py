@@ -71,6 +71,15 @@ def test_bad_batch(name: str) -> None:
         batch(**arguments)
 
 
+@pytest.mark.parametrize("name", ["loss_mask", "advantages"])
+def test_ids_and_the_rest_on_two_devices(name: str) -> None:
+    """Advantages of `[B, T]` are shifted with the ids."""
+    tensors = {"loss_mask": ONES, "advantages": ONES}
+    tensors[name] = tensors[name].to("meta")
+    with pytest.raises(ValueError, match=f"{name}: expected on cpu like input_ids, got .* on meta"):
+        PolicyBatch.from_input_ids(TARGETS, **tensors)
+
+
 BAD_CALLS = {
     "batch-dict": ({"batch": {"targets": TARGETS}}, TypeError, "batch.*PolicyBatch.*dict"),
     "no-targets": ({"batch": PolicyBatch(None, torch.ones(2), mask=ONES)}, ValueError, "batch.*targets"),
