@@ -157,7 +157,7 @@ def global_normalizer(
     if reduction == "token_mean":
         count = total[0].float()
     elif reduction == "token_sum":
-        count = torch.ones((), device=total.device)
+        count = torch.ones((), dtype=torch.float32, device=total.device)
     else:
         count = total[1].float() * (max_length or 1)
     return count / ranks if gradients == "mean" else count
