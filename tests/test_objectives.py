@@ -326,3 +326,13 @@ def test_nan_of_a_trained_token_reaches_the_gradient(name: str, backend: str) ->
     rlkernels.logp_policy_loss(logp, batch, name).loss.backward()
     assert logp.grad[1, 2].isnan()
     assert logp.grad[0].isfinite().all()
+
+
+@pytest.mark.parametrize("threshold, is_inside", [(8.4, False), (8.6, True)])
+def test_divergence_of_a_token_that_has_become_certain(threshold: float, is_inside: bool) -> None:
+    """1 - p = 0 counts as 1e-8: D = 1/2 log(1/2) + 1/2 log((1/2 + 1e-8) / 1e-8) = 8.517."""
+    logp = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    batch = PolicyBatch(None, torch.tensor([1.0]), old_logp=torch.full((1, 1), 0.5, dtype=torch.float64).log())
+    objective = rlkernels.DPPO(divergence="kl", threshold_high=threshold)
+    rlkernels.logp_policy_loss(logp, batch, objective).loss.backward()
+    assert (logp.grad != 0).all() == is_inside
