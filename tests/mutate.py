@@ -34,6 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 ROOT = Path(__file__).parent.parent
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
 SECONDS = 900  # of a mutant's tests; one that never ends is noticed too
+SURVIVES = "survives"
 NO_TEST_RAN = 5  # pytest's exit code
 
 
@@ -339,7 +340,7 @@ class Workshop:
     def _build(self) -> bool:
         return subprocess.run(["cmake", "--build", "build"], cwd=self.folder, capture_output=True).returncode == 0
 
-    def is_noticed(self, mutant: Mutant, source: Source) -> bool:
+    def verdict(self, mutant: Mutant, source: Source) -> str:
         path = self.folder / mutant.path
         sound = path.read_text()
         lines = sound.splitlines(keepends=True)
@@ -347,12 +348,12 @@ class Workshop:
         path.write_text("".join(lines))
         try:
             if path.suffix != ".py" and not self._build():
-                return True
-            return not self.passes(source, path.stem)
+                return "does not build"
+            return self._test(source, path.stem)
         finally:
             path.write_text(sound)
 
-    def passes(self, source: Source, module: str = "") -> bool:
+    def _test(self, source: Source, module: str) -> str:
         files = [str(path) for name in source.tests for path in sorted(self.folder.glob(f"tests/{name}.py"))]
         files.sort(key=lambda file: module not in file)  # its own tests first
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *files]
@@ -363,10 +364,13 @@ class Workshop:
                 command, cwd=self.folder, env=os.environ | own, capture_output=True, text=True, timeout=SECONDS
             )
         except subprocess.TimeoutExpired:
-            return False
+            return f"does not end in {SECONDS} s"
         if run.returncode == NO_TEST_RAN:
             raise SystemExit(f"no test ran: {' '.join(command)}\n{run.stdout[-2000:]}")
-        return run.returncode == 0
+        if run.returncode == 0:
+            return SURVIVES
+        failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", run.stdout, re.MULTILINE)
+        return f"noticed by {failed[1]}" if failed else f"noticed: pytest ends with {run.returncode}"
 
 
 def main() -> int:
@@ -381,7 +385,7 @@ def main() -> int:
     if args.list:
         print(*(mutant for mutant, _ in drawn), sep="\n")
         return 0
-    verdicts: list[str] = []
+    survivors = 0
     bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with tempfile.TemporaryDirectory() as folder, Progress(*bar, console=console) as progress:
         task = progress.add_task("building", total=len(drawn))
@@ -389,13 +393,13 @@ def main() -> int:
         for mutant, source in drawn:
             progress.update(task, description=f"{mutant.path}:{mutant.line}")
             start = time.monotonic()
-            noticed = workshop.is_noticed(mutant, source)
-            verdicts.append("noticed" if noticed else "survives")
+            verdict = workshop.verdict(mutant, source)
+            survivors += verdict == SURVIVES
             seconds = time.monotonic() - start
-            console.print(f"{verdicts[-1]} ({seconds:.0f} s) {mutant}", markup=False, highlight=False)
+            console.print(f"{verdict} ({seconds:.0f} s) {mutant}", markup=False, highlight=False, soft_wrap=True)
             progress.advance(task)
-    print(", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("noticed", "survives")))
-    return int("survives" in verdicts)
+    print(f"{len(drawn) - survivors} of {len(drawn)} noticed")
+    return int(survivors > 0)
 
 
 if __name__ == "__main__":
