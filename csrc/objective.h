@@ -153,6 +153,10 @@ HOST_DEVICE Clamped pooled_log_ratio(const ObjectiveOptions& o, const ObjectiveT
   return {clipped.value, clipped.slope * limited.slope};
 }
 
+// NaN, once met, stays.
+HOST_DEVICE double smallest(double a, double b) { return b < a || b != b ? b : a; }
+HOST_DEVICE double largest(double a, double b) { return b > a || b != b ? b : a; }
+
 struct ObjectiveTerms {
   double loss, dx, dlogp;  // L and its two derivatives
   double ratio, kl;

@@ -265,6 +265,17 @@ def test_no_token_at_all(backend: str) -> None:
         assert out.metrics["ratio_mean"] == 0
 
 
+@pytest.mark.parametrize("at", [0, 1, 40])
+def test_ratio_that_is_nan_is_seen_in_its_extremes(at: int, backend: str) -> None:
+    old_logp = torch.zeros(3, 14)
+    old_logp.view(-1)[at] = torch.nan
+    batch = PolicyBatch(None, torch.ones(3), mask=torch.ones(3, 14, dtype=torch.bool), old_logp=old_logp)
+    for logp in (torch.zeros(3, 14), torch.zeros(3, 14).requires_grad_()):
+        metrics = rlkernels.logp_policy_loss(logp, batch, GRPO()).metrics
+        assert all(metrics[name].isnan() for name in ("ratio_mean", "ratio_min", "ratio_max"))
+        assert metrics["clip_frac_high_max"] == 0
+
+
 def test_masked_values_cannot_be_felt(backend: str) -> None:
     logp, batch = grid_batch(at_and_around(RATIOS, LOG_RATIOS))
     clean, (clean_gradient,) = evaluate(backend, logp, batch, GRPO(kl_coef=0.1))

@@ -316,10 +316,11 @@ def objective_kernel(
     tl.store(sums + 11, sum_kl)
     tl.store(sums + 12, sum_entropy)
     is_empty = count == 0.0
-    tl.store(sums + 13, smallest)
+    is_nan = sum_ratio != sum_ratio  # which minima and maxima may pass over
+    tl.store(sums + 13, tl.where(is_nan, sum_ratio, smallest))
     tl.store(sums + 14, tl.where(is_empty, INFINITY, sum_low / length))
     tl.store(sums + 15, tl.where(is_empty, INFINITY, sum_high / length))
-    tl.store(sums + 16, largest)
+    tl.store(sums + 16, tl.where(is_nan, sum_ratio, largest))
     tl.store(sums + 17, tl.where(is_empty, -INFINITY, sum_low / length))
     tl.store(sums + 18, tl.where(is_empty, -INFINITY, sum_high / length))
 
@@ -348,7 +349,7 @@ def add_up_kernel(options, sums, loss, metrics, sequences, BLOCK: tl.constexpr):
         tl.store(loss, result.to(loss.dtype.element_ty))
     else:
         extreme = tl.where(metric < METRIC_SUMS + 3, smallest, largest)
-        result = tl.where(metric < METRIC_SUMS, total, extreme)
+        result = tl.where((metric < METRIC_SUMS) | (total != total), total, extreme)
         tl.store(metrics + metric, result)
 
 

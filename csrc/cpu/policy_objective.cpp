@@ -177,12 +177,14 @@ void run(const PolicyObjectiveParams& p) {
                             s.policy_weight, s.kl,          s.entropy};
     for (int i = 0; i < kFirstMinimum; ++i) metrics[i] += added[i];
     const double low = s.clipped_low / rows.count(b), high = s.clipped_high / rows.count(b);
-    const double extremes[] = {s.ratio_min, low, high, s.ratio_max, low, high};
+    const bool is_nan = std::isnan(s.ratio);  // which the loop's comparisons pass over
+    const double ratio_min = is_nan ? s.ratio : s.ratio_min, ratio_max = is_nan ? s.ratio : s.ratio_max;
+    const double extremes[] = {ratio_min, low, high, ratio_max, low, high};
     for (int i = kFirstMinimum; i < kFirstMaximum; ++i) {
-      metrics[i] = std::min(metrics[i], extremes[i - kFirstMinimum]);
+      metrics[i] = smallest(metrics[i], extremes[i - kFirstMinimum]);
     }
     for (int i = kFirstMaximum; i < kObjectiveMetrics; ++i) {
-      metrics[i] = std::max(metrics[i], extremes[i - kFirstMinimum]);
+      metrics[i] = largest(metrics[i], extremes[i - kFirstMinimum]);
     }
   }
   *static_cast<T*>(p.loss) = static_cast<T>(p.options.entropy_coef == 0 ? loss : loss - p.options.entropy_coef * bonus);

@@ -29,10 +29,10 @@ enum TokenSum : int {
 };
 
 struct Smallest {
-  RLK_DEVICE double operator()(double a, double b) const { return b < a ? b : a; }
+  RLK_DEVICE double operator()(double a, double b) const { return smallest(a, b); }
 };
 struct Largest {
-  RLK_DEVICE double operator()(double a, double b) const { return b > a ? b : a; }
+  RLK_DEVICE double operator()(double a, double b) const { return largest(a, b); }
 };
 
 // Of the threads' tokens; every thread gets the block's.
@@ -56,8 +56,8 @@ struct TokenSums {
                                       entropy};
     RLK_UNROLL
     for (int i = 0; i < kTokenSums; ++i) sums[i] += added[i];
-    ratio_min = Smallest{}(ratio_min, terms.ratio);
-    ratio_max = Largest{}(ratio_max, terms.ratio);
+    ratio_min = smallest(ratio_min, terms.ratio);
+    ratio_max = largest(ratio_max, terms.ratio);
   }
 
   RLK_DEVICE void reduce() {
