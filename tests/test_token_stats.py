@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import host_device
@@ -618,3 +619,35 @@ def test_nan_on_every_isa(isa: str, dtype: torch.dtype, generator: Generator) ->
     for column in (0, 700, SEGMENT, 9000):
         for bad in (math.nan, -math.nan, math.inf):
             test_nan_stays_visible_in_its_row("cpu", column, bad, dtype, generator)
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0], ids=["plain", "softcap"])
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=name_of)
+def test_gradients_past_the_caches_on_every_isa(
+    isa: str, dtype: torch.dtype, softcap: float | None, generator: Generator
+) -> None:
+    """From 32 MiB on they are written by other instructions: the bits are those of smaller parts."""
+    vocab = SEGMENT + 5 * 32  # whole cache lines; the last columns are whole rounds, single vectors and no lane
+    n = (32 << 20) // (vocab * dtype.itemsize) + 1
+    targets = torch.randint(vocab, (n,), generator=generator).masked_fill(torch.arange(n) % 5 == 0, IGNORE)
+    upstream = torch.randn(2, n, generator=generator)
+    half = n // 2 + 1
+    noise = 3 * torch.randn(2 * vocab, generator=generator)
+    logits = torch.stack([noise[i % vocab :][:vocab] for i in range(n)]).to(dtype)
+
+    def of_statistics(leaf: Tensor, rows: slice) -> Tensor:
+        stats = token_stats(leaf, targets[rows], outputs=("entropy",), softcap=softcap)
+        return (stats.logp * upstream[0, rows] + stats.entropy * upstream[1, rows]).sum()
+
+    def of_one_sweep(leaf: Tensor, rows: slice, entropy_coef: float) -> Tensor:
+        batch = rlkernels.PolicyBatch(targets[rows, None], upstream[0, rows])
+        objective = rlkernels.GRPO(entropy_coef=entropy_coef, entropy_reduction="token_sum")
+        return rlkernels.policy_loss(leaf[:, None], batch, objective, reduction="token_sum", softcap=softcap).loss
+
+    for loss in (of_statistics, partial(of_one_sweep, entropy_coef=0.0), partial(of_one_sweep, entropy_coef=0.1)):
+        whole, *parts = (
+            torch.autograd.grad(loss(leaf, rows), leaf)[0]
+            for rows in (slice(None), slice(half), slice(half, None))
+            for leaf in [logits[rows].clone().requires_grad_()]
+        )
+        assert torch.equal(whole, torch.cat(parts))
