@@ -133,6 +133,13 @@ def test_global_normalizer_counts_batches_and_masks() -> None:
     assert global_normalizer(mask[0], "seq_mean_token_sum") == 1
 
 
+@pytest.mark.parametrize("normalizer", [0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_normalizer_of_0_divides_by_1(normalizer: float | torch.Tensor, backend: str) -> None:
+    batch = PolicyBatch(None, torch.tensor([2.0, 3.0]), mask=torch.ones(2, 1, dtype=torch.bool))
+    logp = torch.zeros(2, 1)
+    assert rlkernels.logp_policy_loss(logp, batch, GRPO(), reduction="token_mean", normalizer=normalizer).loss == -5
+
+
 def test_a_given_normalizer_replaces_the_recipes_own(generator: Generator) -> None:
     rate = torch.tensor([0.25, 0.5])
     batch = PolicyBatch(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([1.0, -1.0]), extras={"success_rate": rate})
@@ -164,6 +171,8 @@ def test_empty_sequences_count_only_for_trl() -> None:
         ({"masks": torch.ones(2, 2), "reduction": "token_mean", "gradients": "avg"}, "gradients"),
         ({"masks": torch.ones(2, 2), "reduction": "token_mean", "max_length": 3}, "max_length"),
         ({"masks": torch.ones(2, 2), "reduction": "seq_mean_token_sum_norm"}, "max_length"),
+        ({"masks": torch.ones(2, 2), "reduction": "seq_mean_token_sum_norm", "max_length": 0}, "max_length"),
+        ({"masks": torch.ones(2, 2), "reduction": "seq_mean_token_sum_norm", "max_length": 2.5}, "max_length"),
         ({"masks": torch.ones(2, 2), "reduction": "token_mean", "cp_group": "default"}, "cp_group"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
