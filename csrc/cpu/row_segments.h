@@ -70,10 +70,12 @@ inline Threads split_threads(const LogitsView& logits, int threads) {
   return splits_rows ? Threads{1, threads} : Threads{threads, 1};
 }
 
+inline int64_t segments_of(int64_t vocab) { return (vocab + kSegment - 1) / kSegment; }
+
 // body(first, last) for ranges of the segments of a row.
 template <class Body>
 void for_each_range_of_segments(int64_t vocab, int threads, const Body& body) {
-  const int64_t segments = (vocab + kSegment - 1) / kSegment;
+  const int64_t segments = segments_of(vocab);
   for_each_piece(segments, segments / threads + 1, threads,
                  [&](int, int64_t first, int64_t last) { body(first, last); });
 }
@@ -101,7 +103,7 @@ struct KeptRow {
   std::unique_ptr<T[], Free> exponentials;
   std::vector<T> maxima;
 
-  explicit KeptRow(int64_t vocab) : maxima((vocab + kSegment - 1) / kSegment) {
+  explicit KeptRow(int64_t vocab) : maxima(segments_of(vocab)) {
     const size_t bytes = maxima.size() * kSegment * sizeof(T);
     exponentials.reset(static_cast<T*>(std::aligned_alloc(kCacheLine, bytes)));
     if (!exponentials) throw std::bad_alloc();

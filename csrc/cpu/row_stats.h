@@ -184,7 +184,7 @@ void append_segments(int64_t vocab, int threads, double k, RowState<double>* sta
     for_each_segment(vocab, 1, [&](int64_t begin, int64_t n) { state->merge(of_segment(begin, n), k); });
     return;
   }
-  std::vector<RowState<double>> segments((vocab + kSegment - 1) / kSegment);
+  std::vector<RowState<double>> segments(segments_of(vocab));
   for_each_segment(vocab, threads,
                    [&](int64_t begin, int64_t n) { segments[begin / kSegment] = of_segment(begin, n); });
   for (const RowState<double>& segment : segments) state->merge(segment, k);
