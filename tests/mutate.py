@@ -53,6 +53,7 @@ _OBJECTIVES = (
     "test_cases_losses",
     "test_goldens",
     "test_policy_objective",
+    "test_bad_input",
     "test_docs",
 )
 _ROWS = (
@@ -67,14 +68,18 @@ _ROWS = (
     "test_contracts",
 )
 _ON_CPU = "not (cuda or triton or reference)"
+_FROM_CPP = "not (triton or reference)"
 
 SOURCES = (
     Source(("rlkernels/objectives.py", "rlkernels/*_objectives.py"), _OBJECTIVES, "reference or not (cuda or triton)"),
-    Source(("rlkernels/reductions.py",), ("test_reductions", "test_losses", "test_cases_losses", "test_distributed")),
+    Source(
+        ("rlkernels/reductions.py",),
+        ("test_reductions", "test_losses", "test_cases_losses", "test_bad_input", "test_distributed"),
+    ),
     Source(
         ("rlkernels/credit/*.py",), ("test_credit*", "test_cases_credit", "test_goldens", "test_contracts", "test_docs")
     ),
-    Source(("csrc/row_math.h", "csrc/objective.h"), _ROWS, _ON_CPU),
+    Source(("csrc/row_math.h", "csrc/objective.h"), (*_ROWS, "test_cuda_emulated"), _FROM_CPP),
     Source(
         ("csrc/cpu/*",), (*_ROWS, "test_own_threads", "test_credit_contrast", "test_bad_input*", "test_memory"), _ON_CPU
     ),
@@ -280,6 +285,8 @@ def equivalent() -> dict[tuple[str, str], set[str] | None]:
     found: dict[tuple[str, str], set[str] | None] = {}
     for entry in json.loads(EQUIVALENT.read_text()):
         line = entry["path"], entry["before"]
+        if entry["before"] not in map(str.strip, (ROOT / entry["path"]).read_text().splitlines()):
+            raise SystemExit(f"{EQUIVALENT.name}: no such line of {entry['path']}: {entry['before']}")
         after = entry.get("after")
         found[line] = None if after is None else (found.get(line) or set()) | set(after)
     return found
