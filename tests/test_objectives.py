@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from versions import traced_whole_after_2_7
 
 import rlkernels
-from rlkernels import DPPO, DRO, GSPO, LUSPO, VESPO, ClipCov, KLCov, PolicyBatch, schedules
+from rlkernels import DPPO, DRO, GSPO, LUSPO, ClipCov, KLCov, PolicyBatch, schedules
 from rlkernels.objectives import limited
 
 Value = tuple[float, float]  # of the loss, and of its derivative by logp
@@ -254,30 +254,6 @@ def test_batches_with_covariances_are_never_cut(generator: Generator, monkeypatc
         torch.testing.assert_close(mine, other)
 
 
-@pytest.mark.parametrize(
-    "make, name",
-    [
-        (lambda: VESPO(level="sequence_mean"), "level"),
-        (lambda: VESPO(k_pos=-1.0), "k_pos"),
-        (lambda: VESPO(log_weight_clamp=(1.0, 2.0)), "log_weight_clamp"),
-        (lambda: VESPO(log_weight_clamp=20.0), "log_weight_clamp"),
-        (lambda: DPPO(divergence="js"), "divergence"),
-        (lambda: DPPO(threshold_low=-0.1), "threshold_low"),
-        (lambda: DPPO(ratio_max=0.0), "ratio_max"),
-        (lambda: DRO(beta=0.0), "beta"),
-        (lambda: LUSPO(level="token"), "level"),
-        (lambda: ClipCov(share=0.0), "share"),
-        (lambda: ClipCov(cov_low=2.0, cov_high=1.0), "cov_high"),
-        (lambda: ClipCov(generator=0), "generator"),
-        (lambda: KLCov(share=1.5), "share"),
-        (lambda: KLCov(penalty=-1.0), "penalty"),
-    ],
-)
-def test_fields_are_checked(make: Callable[[], Any], name: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
-        make()
-
-
 def test_certain_tokens_have_a_finite_divergence() -> None:
     """p = 1 and q = 1: 0 * log 0 is 0."""
     for logp, old in ((0.0, -1.0), (-1.0, 0.0), (0.0, 0.0), (-200.0, 0.0), (1e-6, 0.0), (-1.0, -math.inf)):
@@ -336,3 +312,58 @@ def test_divergence_of_a_token_that_has_become_certain(threshold: float, is_insi
     objective = rlkernels.DPPO(divergence="kl", threshold_high=threshold)
     rlkernels.logp_policy_loss(logp, batch, objective).loss.backward()
     assert (logp.grad != 0).all() == is_inside
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_at_its_borders(divergence: str) -> None:
+    """On policy nothing leaves a trust region of size 0; a token of advantage 0 is clipped on no side."""
+
+    def run(log_ratio: float, advantage: float, logp: float = -0.7) -> tuple[rlkernels.PolicyLoss, float]:
+        leaf = torch.tensor([[logp]], dtype=torch.float64, requires_grad=True)
+        batch = PolicyBatch(None, torch.tensor([advantage], dtype=torch.float64), old_logp=leaf.detach() - log_ratio)
+        objective = DPPO(divergence=divergence, threshold_low=0.0, threshold_high=0.0)
+        out = rlkernels.logp_policy_loss(leaf, batch, objective)
+        return out, torch.autograd.grad(out.loss, leaf)[0].item()
+
+    for advantage in (1.0, -1.0):
+        assert run(0.0, advantage)[1] == -advantage
+    for log_ratio in (0.5, -0.5):
+        metrics = run(log_ratio, 0.0)[0].metrics
+        assert metrics["clip_frac_low"] == metrics["clip_frac_high"] == 0
+    assert run(0.5, 0.5)[0].metrics["clip_frac_high"] == run(-0.5, -0.5)[0].metrics["clip_frac_low"] == 1
+    # a log-probability above 0, as rounding leaves it, is a probability of 1, old and new
+    assert run(0.25, 1.0, logp=0.5)[1] == pytest.approx(-math.exp(0.25))
+
+
+def test_clip_cov_between_its_bounds() -> None:
+    """Both covariances are 1 exactly: inside (0, 2), neither inside (1, 2) nor inside (0, 1)."""
+    logp = torch.tensor([[0.0, -2.0]], dtype=torch.float64)
+    batch = PolicyBatch(None, torch.tensor([[1.0, -1.0]], dtype=torch.float64), old_logp=logp)
+    for low, high, drawn in ((0.0, 2.0, 0.5), (1.0, 2.0, 0.0), (0.0, 1.0, 0.0)):
+        metrics = rlkernels.logp_policy_loss(logp, batch, ClipCov(share=1.0, cov_low=low, cov_high=high)).metrics
+        assert metrics["clip_frac_low"] == metrics["clip_frac_high"] == drawn
+
+
+def test_clip_cov_side_of_a_drawn_token() -> None:
+    """A drawn token counts on the side to which its advantage pushes, on none where that is 0."""
+    logp = torch.tensor([[0.0, -1.0, -2.0]], dtype=torch.float64)
+    batch = PolicyBatch(None, torch.tensor([[0.5, 0.0, -0.5]], dtype=torch.float64), old_logp=logp)
+    metrics = rlkernels.logp_policy_loss(logp, batch, ClipCov(share=1.0, cov_low=-1.0)).metrics
+    assert metrics["clip_frac_low"].item() == metrics["clip_frac_high"].item() == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_clip_cov_can_draw_each_of_two(first: bool) -> None:
+    logp = torch.tensor([[-9.0, 0.0, -2.0]], dtype=torch.float64)  # the first is masked
+    fields = {"mask": torch.tensor([[0, 1, 1]]), "old_logp": logp}
+    batch = PolicyBatch(None, torch.tensor([[3.0, 1.0, -1.0]], dtype=torch.float64), **fields)
+    losses = [
+        rlkernels.logp_policy_loss(
+            logp,
+            batch,
+            ClipCov(share=0.5, cov_low=0.0, generator=torch.Generator().manual_seed(seed)),
+            reduction="none",
+        ).loss[0]
+        for seed in range(40)
+    ]
+    assert any(loss[1 if first else 2] == 0 and loss[2 if first else 1] != 0 for loss in losses)
