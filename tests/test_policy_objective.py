@@ -358,6 +358,48 @@ def test_single_sweep_equals_two(name: str, dtype: torch.dtype, vocab: int, gene
     assert torch.equal(one.entropy, two.entropy)
 
 
+@pytest.mark.parametrize("path", ["logp", "logits"])
+def test_entropy_bonus_of_weight_1(path: str, backend: str) -> None:
+    logits = torch.zeros(2, 3, 8, dtype=torch.float64)
+    batch = PolicyBatch(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.float64))
+    objective = GRPO(entropy_coef=1.0)
+    if path == "logits":
+        loss = rlkernels.policy_loss(logits, batch, objective).loss
+    else:
+        entropy = torch.full((2, 3), math.log(8), dtype=torch.float64)
+        loss = rlkernels.logp_policy_loss(logits[..., 0], batch, objective, entropy=entropy).loss
+    assert loss.item() == pytest.approx(-math.log(8))
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, 0.0, -3.0])
+def test_single_sweep_under_any_upstream_gradient(factor: float, generator: Generator, backend: str) -> None:
+    leaf = torch.randn(3, 5, 300, generator=generator, dtype=torch.float64).requires_grad_()
+    batch = logits_batch(generator, 300)
+    (once,) = torch.autograd.grad(rlkernels.policy_loss(leaf, batch, "dapo").loss, leaf)
+    (scaled,) = torch.autograd.grad(factor * rlkernels.policy_loss(leaf, batch, "dapo").loss, leaf)
+    torch.testing.assert_close(scaled, factor * once, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("label", [7, 10**6, -1, -(2**63)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_bad_label_poisons_its_row(
+    dtype: torch.dtype, label: int, generator: Generator, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the host cannot look at labels; a CPU can."""
+    monkeypatch.setattr(rlkernels.checks, "values_are_checked", lambda device: False)
+    leaf = torch.randn(1, 3, 7, generator=generator, dtype=dtype).requires_grad_()
+    batch = PolicyBatch(torch.tensor([[0, label, 6]]), torch.ones(1))
+    if backend == "cpu":
+        with pytest.raises(ValueError, match="targets"):
+            rlkernels.policy_loss(leaf, batch, "reinforce")
+        return
+    loss = rlkernels.policy_loss(leaf, batch, "reinforce").loss
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    assert loss.isnan()
+    assert gradient[0, 1].isnan().all()
+    assert gradient[0, [0, 2]].isfinite().all()
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["plain", "softcap"])
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
 def test_single_sweep_of_any_rows(softcap: float | None, strided: bool, generator: Generator) -> None:

@@ -129,7 +129,9 @@ def test_global_normalizer_counts_batches_and_masks() -> None:
     assert global_normalizer([packed, mask], "token_mean") == 8
     assert global_normalizer([packed, mask], "seq_mean_token_mean") == 5
     assert global_normalizer(packed, "seq_mean_token_sum_norm", max_length=4) == 8
+    assert global_normalizer(packed, "seq_mean_token_sum_norm", max_length=1) == 2
     assert global_normalizer(mask, "token_sum") == 1
+    assert global_normalizer(torch.tensor([[1], [0]]), "seq_mean_token_mean") == 2
     assert global_normalizer(mask[0], "seq_mean_token_sum") == 1
 
 
