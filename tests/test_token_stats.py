@@ -621,13 +621,14 @@ def test_nan_on_every_isa(isa: str, dtype: torch.dtype, generator: Generator) ->
             test_nan_stays_visible_in_its_row("cpu", column, bad, dtype, generator)
 
 
+# whole cache lines, of which the last columns are whole rounds and single vectors; rows that start anywhere
+@pytest.mark.parametrize("vocab", [SEGMENT + 5 * 32, SEGMENT + 163])
 @pytest.mark.parametrize("softcap", [None, 4.0], ids=["plain", "softcap"])
 @pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=name_of)
 def test_gradients_past_the_caches_on_every_isa(
-    isa: str, dtype: torch.dtype, softcap: float | None, generator: Generator
+    isa: str, dtype: torch.dtype, softcap: float | None, vocab: int, generator: Generator
 ) -> None:
     """From 32 MiB on they are written by other instructions: the bits are those of smaller parts."""
-    vocab = SEGMENT + 5 * 32  # whole cache lines; the last columns are whole rounds, single vectors and no lane
     n = (32 << 20) // (vocab * dtype.itemsize) + 1
     targets = torch.randint(vocab, (n,), generator=generator).masked_fill(torch.arange(n) % 5 == 0, IGNORE)
     upstream = torch.randn(2, n, generator=generator)
@@ -651,3 +652,14 @@ def test_gradients_past_the_caches_on_every_isa(
             for leaf in [logits[rows].clone().requires_grad_()]
         )
         assert torch.equal(whole, torch.cat(parts))
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=name_of)
+def test_ties_are_rounded_to_even_on_every_isa(isa: str, dtype: torch.dtype) -> None:
+    """Equal logits: a gradient is exactly -u / 128, for u half way between two numbers of the dtype."""
+    u = 1 + (2 * torch.arange(64) + 1) * torch.finfo(dtype).eps / 2
+    logits = torch.zeros(len(u), 128, dtype=dtype, requires_grad=True)
+    logp = token_stats(logits, torch.full((len(u),), 127)).logp
+    (gradient,) = torch.autograd.grad(logp, logits, u)
+    expected = (-u / 128).to(dtype)
+    assert torch.equal(gradient[:, :127], expected[:, None].expand(-1, 127))
