@@ -50,7 +50,6 @@ void write_zeros(int64_t vocab, int threads, Elem* out) {
 template <class V, bool kCapped, bool kStream, class Elem, class T>
 void segment_gradient(const Elem* x, int64_t n, const RowTransform<T>& transform, T m, T a, T b, Elem* out) {
   const V k(transform.k_log2e), inner(transform.inner_scale), top(m), floor(Exp2Floor<T>::value), va(a), vb(b);
-  constexpr int kUnroll = 4;
   const auto gradient = [&](auto count, const V* logit, V* dx) __attribute__((always_inline)) {
     constexpr int kCount = decltype(count)::value;
     V slope[kCount], d[kCount];
@@ -160,7 +159,6 @@ void kept_segment_gradient(const typename V::Scalar* e, const Elem* x, int64_t n
   const auto gradient = [&](V exponential, V u) __attribute__((always_inline)) {
     return exponential * (kEntropy ? fma(b, max_keep_second_nan(floor, k * (u - top)), a) : a);
   };
-  constexpr int kUnroll = 4;
   int64_t i = 0;
   for (; i + kUnroll * V::kLanes <= n; i += kUnroll * V::kLanes) {
     V logit[kUnroll], dx[kUnroll];

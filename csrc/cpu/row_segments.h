@@ -17,6 +17,8 @@ namespace rlk {
 namespace RLK_ISA {
 
 constexpr size_t kCacheLine = 64;
+constexpr int kUnroll = 4;  // vectors at a time
+static_assert(kUnroll % 2 == 0, "they are loaded and stored in pairs");
 constexpr int64_t kRowGrainBytes = 1 << 18;    // a thread takes at least this much of the logits at a time
 constexpr int64_t kStreamFromBytes = 1 << 25;  // a gradient larger than any cache is written past the caches
 

@@ -27,7 +27,6 @@ typename V::Scalar horizontal(V x, Fold fold) {
 // Sums of one segment against its own maximum. kUnroll independent chains hide the latency of the additions.
 template <class V, bool kEntropy, bool kExtras>
 struct SegmentSums {
-  static constexpr int kUnroll = 4;
   V s[kUnroll], t[kUnroll], q[kUnroll], w[kUnroll];
 
   SegmentSums() {
@@ -107,7 +106,6 @@ struct SegmentSums {
 template <class V, class Elem>
 typename V::Scalar segment_max(const Elem* u, int64_t n) {
   using T = typename V::Scalar;
-  constexpr int kUnroll = 4;
   V top[kUnroll];
   for (V& part : top) part = V(-std::numeric_limits<T>::infinity());
   int64_t i = 0;
