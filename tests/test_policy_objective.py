@@ -400,6 +400,17 @@ def test_bad_label_poisons_its_row(
     assert gradient[0, [0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("normalizer", [-1.0, math.inf, math.nan])
+def test_a_cpu_looks_at_the_normalizer_itself(normalizer: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled call has not."""
+    monkeypatch.setattr(rlkernels.checks, "values_are_checked", lambda device: False)
+    logp = torch.zeros(2, 3)
+    batch = PolicyBatch(None, torch.ones(2), mask=torch.ones(2, 3))
+    rlkernels.set_backend("cpu")
+    with pytest.raises(ValueError, match="normalizer"):
+        rlkernels.logp_policy_loss(logp, batch, GRPO(), normalizer=torch.tensor(normalizer))
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["plain", "softcap"])
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
 def test_single_sweep_of_any_rows(softcap: float | None, strided: bool, generator: Generator) -> None:
