@@ -332,7 +332,8 @@ def test_dppo_at_its_borders(divergence: str) -> None:
         assert metrics["clip_frac_low"] == metrics["clip_frac_high"] == 0
     assert run(0.5, 0.5)[0].metrics["clip_frac_high"] == run(-0.5, -0.5)[0].metrics["clip_frac_low"] == 1
     # a log-probability above 0, as rounding leaves it, is a probability of 1, old and new
-    assert run(0.25, 1.0, logp=0.5)[1] == pytest.approx(-math.exp(0.25))
+    for advantage in (1.0, -1.0):
+        assert run(0.25, advantage, logp=0.5)[1] == pytest.approx(-advantage * math.exp(0.25))
 
 
 def test_clip_cov_between_its_bounds() -> None:
