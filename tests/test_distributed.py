@@ -510,6 +510,22 @@ def sequences_across_ranks_times_data_parallel(rank: int, world: int) -> None:
 
 
 @case
+def sequences_trained_on_one_rank_alone(rank: int, world: int) -> None:
+    """What a rank has none of is not empty where another has some of it."""
+    masks = torch.zeros(world + 1, 2)
+    masks[rank, 1] = 1
+    alone = [dist.new_group([member]) for member in range(world)][rank]
+    for cp_group, count_empty, sequences in (
+        (dist.group.WORLD, True, world + 1),
+        (dist.group.WORLD, False, world),
+        (alone, True, world * (world + 1)),
+        (alone, False, world),
+    ):
+        counted = {"cp_group": cp_group, "gradients": "sum", "count_empty": count_empty}
+        assert rlkernels.global_normalizer(masks, "seq_mean_token_mean", **counted) == sequences
+
+
+@case
 def sequences_across_ranks_times_shards(rank: int, world: int) -> None:
     """Two by two: the head in two shards, the tokens of every sequence in two parts."""
     if world != 4:
