@@ -54,6 +54,12 @@ def test_a_much_smaller_tensor_leaves_a_large_buffer_alone() -> None:
     assert small.numel() == 8 * MIB
 
 
+@pytest.mark.parametrize("more", [1, 2 * MIB - 1, 2 * MIB])
+def test_a_buffer_is_the_fewest_pages_that_hold_it(more: int) -> None:
+    memory.empty((8 * MIB + more,), torch.uint8, CPU)
+    assert _native.idle_bytes() == 10 * MIB
+
+
 def test_small_tensors_are_torchs_own() -> None:
     tiny = buffer(1)
     del tiny
