@@ -82,6 +82,10 @@ def test_defaults(name: str) -> None:
     assert {field.name: getattr(objective, field.name) for field in dataclasses.fields(objective)} == OF_EVERY | own
 
 
+def name_of(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else "-".join(value) if isinstance(value, dict) else value
+
+
 ALLOWED: list[tuple[type[Objective], dict[str, Any]]] = [
     (GRPO, {"clip_low": 0.0, "clip_high": 0.0}),
     (GRPO, {"dual_clip": 1.01}),
@@ -107,7 +111,7 @@ ALLOWED: list[tuple[type[Objective], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("kind, fields", ALLOWED, ids=str)
+@pytest.mark.parametrize("kind, fields", ALLOWED, ids=name_of)
 def test_allowed(kind: type[Objective], fields: dict[str, Any]) -> None:
     kind(**fields)
 
@@ -172,7 +176,7 @@ REFUSED: list[tuple[type[Objective], str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("kind, name, fields", REFUSED, ids=str)
+@pytest.mark.parametrize("kind, name, fields", REFUSED, ids=name_of)
 def test_refused(kind: type[Objective], name: str, fields: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
         kind(**fields)
